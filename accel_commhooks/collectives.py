@@ -1,0 +1,265 @@
+"""The one place that calls torch.distributed.
+
+A :class:`Communicator` issues collectives in program order from the calling thread, never from a callback, so the order
+is the same on every rank; counts every byte this rank sends, within a node and between nodes apart; and chooses what
+each backend does best:
+
+- Gloo's reduce-scatter sends as much as an all-reduce, so there an all-to-all and a local sum are used;
+- sums of bf16 and fp16 run on Gloo and NCCL alike; data is divided before it is narrowed, so a sum cannot overflow
+  where the mean would not.
+
+The byte counts follow the algorithms these backends use for large messages: rings for all-reduce, reduce-scatter and
+all-gather (each rank sends to its right neighbour only), direct sends for all-to-all, a binomial tree for broadcast.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from .topology import Topology, host_key
+
+WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, None: None}
+
+
+@dataclass
+class Traffic:
+    """What one rank has sent, by ``(collective, scope)``; scope is 'within' a node or 'between' nodes."""
+
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    waited: float = 0.0
+    """Seconds the host stood in wait(). On an accelerator waiting happens on a stream and costs the host nothing."""
+
+    def scope(self, scope: str) -> int:
+        return sum(count for (_, where), count in self.sent.items() if where == scope)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks of a communicator. ``process_group`` is None for a group of one, which never communicates."""
+
+    ranks: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def right(self) -> int:
+        return self.ranks[(self.index + 1) % self.size]
+
+
+class Pending:
+    """A collective under way. Keeps its tensors alive; ``wait()`` returns the result and may be called again."""
+
+    def __init__(self, result: torch.Tensor, work: dist.Work | None, traffic: Traffic, finish=None, keep=()):
+        self._result, self._work, self._traffic, self._finish, self._keep = result, work, traffic, finish, keep
+
+    def wait(self) -> torch.Tensor:
+        if self._work is not None:
+            start = time.perf_counter()
+            self._work.wait()
+            self._traffic.waited += time.perf_counter() - start
+            self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        self._keep = ()
+        return self._result
+
+
+class Communicator:
+    """Counted, ordered collectives over one process group. ``wire_dtype`` narrows every floating-point sum."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ):
+        process_group = process_group if process_group is not None else dist.group.WORLD
+        assert process_group is not None
+        self._process_group = process_group
+        self.wire_dtype = wire_dtype
+        self.traffic = Traffic()
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        self.backend = dist.get_backend(process_group)
+        self.topology = self._find_topology(ranks_per_node)
+        self.everyone = Group(tuple(range(self.size)), self.rank, process_group)
+        self._subgroups: list[dist.ProcessGroup] = []
+
+    def _find_topology(self, ranks_per_node: int | None) -> Topology:
+        if ranks_per_node is not None:
+            return Topology.even(self.size, ranks_per_node)
+        keys: list[str] = [""] * self.size
+        dist.all_gather_object(keys, host_key(), group=self._process_group)
+        return Topology.from_keys(keys)
+
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
+        """This rank's group of a partition of the ranks. Every rank calls it, with the same partition."""
+        mine: Group | None = None
+        subset = self.size < dist.get_world_size()
+        for ranks in partition:
+            handle = None
+            if len(ranks) > 1:
+                members = [dist.get_global_rank(self._process_group, rank) for rank in ranks]
+                handle = dist.new_group(members, backend=self.backend, use_local_synchronization=subset)
+            if self.rank in ranks:
+                mine = Group(tuple(ranks), list(ranks).index(self.rank), handle)
+                if handle is not None:
+                    self._subgroups.append(handle)
+        if mine is None:
+            mine = Group((self.rank,), 0, None)
+        return mine
+
+    def close(self) -> None:
+        """Give up the groups made by :meth:`subgroup`."""
+        while self._subgroups:
+            dist.destroy_process_group(self._subgroups.pop())
+
+    # Collectives. `group=None` is everyone; a group of one costs nothing and sends nothing.
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        mean: bool = True,
+        group: Group | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> Pending:
+        """Sum or mean over the group, in place."""
+        group = group or self.everyone
+        if group.size == 1:
+            return Pending(tensor, None, self.traffic)
+        if mean:
+            tensor.div_(group.size)
+        buffer = self._narrow(tensor, wire_dtype)
+        self._count("all_reduce", group, 2 * (group.size - 1) * _nbytes(buffer) / group.size)
+        work = dist.all_reduce(buffer, group=group.process_group, async_op=True)
+        finish = None if buffer is tensor else lambda: tensor.copy_(buffer)
+        return Pending(tensor, work, self.traffic, finish, keep=(buffer,))
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        chunks: torch.Tensor,
+        *,
+        mean: bool = True,
+        group: Group | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> Pending:
+        """``out`` becomes this rank's row of the sum (or mean) of everyone's ``chunks``, of shape [size, n]."""
+        group = group or self.everyone
+        if group.size == 1:
+            return Pending(out.copy_(chunks.view_as(out)), None, self.traffic)
+        if mean:
+            chunks.div_(group.size)
+        buffer = self._narrow(chunks, wire_dtype)
+        if self.backend == "gloo":
+            received = torch.empty_like(buffer)
+            self._count_direct("reduce_scatter", group, _nbytes(buffer) // group.size)
+            work = dist.all_to_all_single(received, buffer, group=group.process_group, async_op=True)
+
+            def finish() -> None:
+                out.copy_(received.view(group.size, -1).sum(0, dtype=out.dtype).view_as(out))
+
+            return Pending(out, work, self.traffic, finish, keep=(buffer, received))
+        self._count("reduce_scatter", group, (group.size - 1) * _nbytes(buffer) / group.size)
+        target = out if buffer.dtype == out.dtype else torch.empty_like(out, dtype=buffer.dtype)
+        work = dist.reduce_scatter_tensor(target, buffer, group=group.process_group, async_op=True)
+        finish_copy = None if target is out else lambda: out.copy_(target)
+        return Pending(out, work, self.traffic, finish_copy, keep=(buffer, target))
+
+    def all_gather(self, out: torch.Tensor, chunk: torch.Tensor, *, group: Group | None = None) -> Pending:
+        """``out`` becomes everyone's ``chunk``, one after the other."""
+        group = group or self.everyone
+        if group.size == 1:
+            return Pending(out.copy_(chunk.view_as(out)), None, self.traffic)
+        self._count("all_gather", group, (group.size - 1) * _nbytes(chunk))
+        work = _all_gather(out, chunk, group=group.process_group, async_op=True)
+        return Pending(out, work, self.traffic, keep=(chunk,))
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0, group: Group | None = None) -> Pending:
+        """``tensor`` becomes that of the group's ``source``-th rank."""
+        group = group or self.everyone
+        if group.size == 1:
+            return Pending(tensor, None, self.traffic)
+        position = (group.index - source) % group.size
+        for child in _binomial_children(position, group.size):
+            self._count_to("broadcast", group.ranks[(child + source) % group.size], _nbytes(tensor))
+        self.traffic.calls["broadcast"] += 1
+        global_source = dist.get_global_rank(self._process_group, group.ranks[source])
+        work = dist.broadcast(tensor, global_source, group=group.process_group, async_op=True)
+        return Pending(tensor, work, self.traffic)
+
+    def agree(self, fine: bool) -> bool:
+        """Whether every rank says yes. A host synchronisation: for setup and checkpoints, never for a step."""
+        if self.size == 1:
+            return fine
+        answers: list[bool] = [False] * self.size
+        dist.all_gather_object(answers, fine, group=self._process_group)
+        return all(answers)
+
+    def barrier(self) -> None:
+        """Wait for everyone; for setup and checkpoints."""
+        self.agree(True)
+
+    # Counting.
+
+    def plain_all_reduce_bytes(self, nbytes: int) -> dict[str, float]:
+        """What this rank would send, by scope, if ``nbytes`` were all-reduced over everyone as DDP does."""
+        counts = {"within": 0.0, "between": 0.0}
+        if self.size > 1:
+            counts[self._scope(self.everyone.right)] = 2 * (self.size - 1) * nbytes / self.size
+        return counts
+
+    def _scope(self, other: int) -> str:
+        return "within" if self.topology.same_node(self.rank, other) else "between"
+
+    def _count_to(self, kind: str, other: int, nbytes: float) -> None:
+        self.traffic.sent[kind, self._scope(other)] += round(nbytes)
+
+    def _count(self, kind: str, group: Group, nbytes: float) -> None:
+        self.traffic.calls[kind] += 1
+        self._count_to(kind, group.right, nbytes)
+
+    def _count_direct(self, kind: str, group: Group, nbytes_each: int) -> None:
+        self.traffic.calls[kind] += 1
+        for rank in group.ranks:
+            if rank != self.rank:
+                self._count_to(kind, rank, nbytes_each)
+
+    def _narrow(self, tensor: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.Tensor:
+        """A copy in the wire's type, or the tensor itself where that would not make it smaller."""
+        wire_dtype = wire_dtype or self.wire_dtype
+        if wire_dtype is None or not tensor.is_floating_point() or tensor.element_size() <= wire_dtype.itemsize:
+            return tensor
+        return tensor.to(wire_dtype)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _binomial_children(position: int, size: int) -> list[int]:
+    """Whom the ``position``-th rank sends to in a binomial tree that starts at position 0."""
+    children, bit = [], 1
+    while bit < size:
+        if position < bit and position + bit < size:
+            children.append(position + bit)
+        bit *= 2
+    return children
+
+
+# Renamed in torch 2.13; the old name warns there and the new one is missing before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

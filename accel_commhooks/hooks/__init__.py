@@ -1,0 +1,1 @@
+"""Hooks: one file each, which registers itself."""

@@ -1,0 +1,152 @@
+"""CommHook: the lifecycle that every hook obeys.
+
+One optimizer step goes through a hook like this, in the same order on every rank::
+
+    before_forward()            the last forward before a synchronised backward
+    reduce(bucket) ...          once for each DDP bucket, in bucket order, from the thread that runs backward
+    before_step(optimizer)      gradients are final: unscaled and clipped
+    after_step(optimizer)       parameters are new
+    step_done()                 counted once for each step, also one that a GradScaler skipped
+
+A hook talks to other ranks only through ``self.comm``. It never reaches into DDP, Accelerate or Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import Communicator
+from ..options import HookOptions
+
+State = dict[str, Any]
+
+
+@dataclass
+class HookContext:
+    """What a hook is told about the model it serves."""
+
+    comm: Communicator
+    names: dict[torch.nn.Parameter, str]
+    """Name of every parameter that DDP may reduce, in the model's order; tied weights appear once."""
+    buffers: dict[str, torch.Tensor]
+    module: torch.nn.Module
+    loss_scale: Callable[[torch.device], torch.Tensor | None]
+    """The current loss scale as a tensor on the device, or None without a GradScaler."""
+
+
+class CommHook:
+    """Base of all hooks; as it stands it is the contract, with every step optional but :meth:`reduce`."""
+
+    name: ClassVar[str]
+    Options: ClassVar[type[HookOptions]] = HookOptions
+    counted: ClassVar[bool] = True
+    """False for a hook whose traffic does not go through ``self.comm``."""
+    needs_optimizer: ClassVar[bool] = False
+    """True for a hook that must know the optimizers before the first backward."""
+
+    def __init__(self, options: HookOptions, context: HookContext):
+        self.options: Any = options
+        self.context = context
+        self.comm = context.comm
+        self.step = 0
+        """Optimizer steps done since training began."""
+
+    # One step.
+
+    def reduces_this_step(self) -> bool:
+        """False leaves DDP asleep for this step: no buckets, no buffer broadcasts, no bitmaps."""
+        return True
+
+    def before_forward(self) -> None:
+        """Called before the forward of a synchronised backward."""
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging a bucket; the Future's value is what DDP writes into the gradients."""
+        raise NotImplementedError
+
+    def after_unreduced_backward(self, parameters: list[torch.nn.Parameter]) -> None:
+        """At the end of a backward that DDP slept through."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Just before the optimizer steps."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Just after the optimizer stepped."""
+
+    def step_done(self) -> None:
+        """The step is over, on every rank, whether or not a GradScaler let this rank's optimizer run."""
+        self.step += 1
+
+    # Around the steps.
+
+    def bind(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """The optimizers that hold this model's parameters, as soon as they are known."""
+
+    def synchronize(self) -> None:
+        """Finish what is under way and make all replicas equal. Collective. Called before a save and at the end."""
+
+    def begin_consensus(self) -> None:
+        """Make the model that everyone sees the consensus (for an evaluation, a save)."""
+        self.synchronize()
+
+    def end_consensus(self) -> None:
+        """The evaluation or save is over: local weights may come back."""
+
+    def prepare_save(self) -> None:
+        """Collective work that a checkpoint needs before one rank alone writes it."""
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the hook's own for the logs; may synchronise with the device."""
+        return {}
+
+    def close(self) -> None:
+        """Undo everything this hook set up outside itself."""
+
+    # Checkpoints. A state is a mapping of plain values and tensors, by parameter name.
+
+    def state_dict(self) -> State:
+        """This rank's state."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over what :meth:`state_dict` of the same rank and world size returned."""
+        self.step = state["step"]
+
+    def merge_states(self, states: Iterable[State]) -> State:
+        """One state for every rank of this run from those of all ranks of a run at another world size."""
+        return next(iter(states))
+
+
+def new_future(device: torch.device) -> torch.futures.Future:
+    """A Future for DDP whose value is set later, from the thread and under the stream that produced it."""
+    return torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
+
+
+class QueueHook(CommHook):
+    """A hook that issues its work bucket by bucket and collects it, in order, at the last bucket."""
+
+    def __init__(self, options: HookOptions, context: HookContext):
+        super().__init__(options, context)
+        self._queue: list[tuple[torch.futures.Future, Callable[[], torch.Tensor]]] = []
+
+    def start(self, bucket: dist.GradBucket) -> Callable[[], torch.Tensor]:
+        """Issue the bucket's collective; the function returned waits for it and gives the averaged buffer."""
+        raise NotImplementedError
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = new_future(bucket.buffer().device)
+        self._queue.append((future, self.start(bucket)))
+        if bucket.is_last():
+            self.drain()
+        return future
+
+    def drain(self) -> None:
+        """Complete the Futures of all buckets of this backward, in bucket order."""
+        queue, self._queue = self._queue, []
+        for future, finish in queue:
+            future.set_result(finish())

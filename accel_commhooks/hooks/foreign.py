@@ -1,0 +1,109 @@
+"""Hooks that were not written for this package: ``torch:powerSGD_hook``, ``my_package.my_module:my_hook``.
+
+A foreign hook is DDP's ``hook(state, bucket) -> Future``. It runs as it is: its traffic is not counted and its state is
+not checkpointed, because only it knows them. What the name points to may also be a :class:`CommHook` class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, nearest
+from ..options import HookOptions, option
+from .base import CommHook, HookContext
+
+_TORCH_PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"
+_TORCH_MODULES = ("default_hooks", "powerSGD_hook", "post_localSGD_hook", "quantization_hooks")
+# torch's hooks whose state is a class of its own; all others take the process group.
+_TORCH_STATES = {
+    "powerSGD_hook": ("powerSGD_hook", "PowerSGDState"),
+    "batched_powerSGD_hook": ("powerSGD_hook", "PowerSGDState"),
+    "post_localSGD_hook": ("post_localSGD_hook", "PostLocalSGDState"),
+}
+
+
+@dataclass(kw_only=True)
+class ForeignOptions(HookOptions):
+    state: str | None = option(
+        None, "'package.module:factory' called as factory(process_group, **state_options) for the hook's state."
+    )
+    state_options: dict = option({}, "Keyword arguments for the state's factory; for torch's PowerSGD its options.")
+
+    def check(self) -> None:
+        if self.wrapper is not None:
+            raise ConfigError(
+                f"wrapper does not reach a hook that brings its own collectives, but got {self.wrapper!r}; leave it out"
+            )
+
+
+class ForeignHook(CommHook):
+    """Runs a DDP communication hook function unchanged."""
+
+    Options = ForeignOptions
+    counted = False
+    function: Callable[[Any, dist.GradBucket], torch.futures.Future]
+    state_factory: Callable[..., Any] | None = None
+
+    def __init__(self, options: ForeignOptions, context: HookContext):
+        super().__init__(options, context)
+        factory = _resolve(options.state) if options.state is not None else type(self).state_factory
+        group = self.comm.everyone.process_group
+        self._state = factory(group, **options.state_options) if factory is not None else group
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return type(self).function(self._state, bucket)
+
+
+@cache
+def foreign_hook(path: str) -> type[CommHook]:
+    """A hook class for ``torch:function``, ``module:function`` or ``module:CommHookSubclass``."""
+    target, factory = _torch_hook(path) if path.startswith("torch:") else (_resolve(path), None)
+    if inspect.isclass(target) and issubclass(target, CommHook):
+        if "name" not in vars(target):
+            target.name = path
+        return target
+    if not callable(target):
+        raise ConfigError(f"'{path}' must name a function or a CommHook class, but it is a {type(target).__name__}")
+    body = {"function": staticmethod(target), "state_factory": factory and staticmethod(factory), "name": path}
+    return type("ForeignHook", (ForeignHook,), {**body, "__doc__": inspect.getdoc(target)})
+
+
+def _torch_hook(path: str) -> tuple[Any, Any]:
+    wanted = path.removeprefix("torch:")
+    known: dict[str, Any] = {}
+    for module_name in _TORCH_MODULES:
+        module = importlib.import_module(f"{_TORCH_PACKAGE}.{module_name}")
+        known.update({n: f for n, f in vars(module).items() if n.endswith("_hook") and inspect.isfunction(f)})
+    if wanted not in known:
+        raise ConfigError(
+            f"torch has no communication hook '{wanted}'{nearest(wanted, known)}\n  it has: {', '.join(sorted(known))}"
+        )
+    factory = None
+    if wanted in _TORCH_STATES:
+        module_name, class_name = _TORCH_STATES[wanted]
+        factory = getattr(importlib.import_module(f"{_TORCH_PACKAGE}.{module_name}"), class_name)
+    return known[wanted], factory
+
+
+def _resolve(path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"a function is named 'package.module:function', but got {path!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"'{path}' cannot be imported: {error}; the module must be importable from the working folder or installed"
+        ) from None
+    if not hasattr(module, attribute):
+        names = [name for name in vars(module) if not name.startswith("_")]
+        raise ConfigError(f"the module '{module_name}' has no '{attribute}'{nearest(attribute, names)}")
+    return getattr(module, attribute)

@@ -1,0 +1,165 @@
+"""Option dataclasses: one documented, type-checked and range-checked field for each option of a hook.
+
+A hook declares ``@dataclass(kw_only=True) class Options(HookOptions)`` with fields made by :func:`option`. Everything
+else (errors, ``accel-commhooks show``, the docs) is derived from that declaration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConfigError, nearest
+
+
+def option(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[Any, ...] | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    remedy: str = "",
+    check: Callable[[Any], str | None] | None = None,
+) -> Any:
+    """A dataclass field for one option. ``check`` returns the broken rule as text, or None when the value is fine."""
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "at_least": at_least,
+        "at_most": at_most,
+        "above": above,
+        "remedy": remedy,
+        "check": check,
+    }
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class HookOptions:
+    """The options that every hook has."""
+
+    wrapper: str | None = option(
+        None,
+        "Type in which floating-point data travels, whatever the hook: fp16 or bf16.",
+        choices=(None, "fp16", "bf16"),
+    )
+    ranks_per_node: int | None = option(
+        None,
+        "Ranks that share a node; found from the hosts themselves when not given.",
+        at_least=1,
+        remedy="leave it out to have it found",
+    )
+
+    def __post_init__(self) -> None:
+        for name, annotation in _annotations(type(self)).items():
+            field = self.__dataclass_fields__[name]
+            value = _coerce(getattr(self, name), annotation)
+            setattr(self, name, value)
+            problem = _problem(name, value, annotation, field.metadata)
+            if problem is not None:
+                remedy = field.metadata["remedy"]
+                raise ConfigError(problem + (f"; {remedy}" if remedy else ""))
+        self.check()
+
+    def check(self) -> None:
+        """Rules that concern several options at once; raise ConfigError."""
+
+    @classmethod
+    def describe(cls) -> list[tuple[str, str, Any, str]]:
+        """``(name, type, default, documentation)`` for each option, hook's own first."""
+        rows = []
+        for field in dataclasses.fields(cls):
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            rows.append((field.name, _type_name(_annotations(cls)[field.name]), default, field.metadata["doc"]))
+        own = [row for row in rows if row[0] not in HookOptions.__dataclass_fields__]
+        return own + [row for row in rows if row[0] in HookOptions.__dataclass_fields__]
+
+    @classmethod
+    def build(cls, hook_name: str, values: dict[str, Any]) -> HookOptions:
+        """The options of ``hook_name`` from a plain mapping, with a readable error for a name that does not exist."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(
+                    f"hook '{hook_name}' has no option '{name}'{nearest(name, known)}\n"
+                    f"  its options: {', '.join(sorted(known))}"
+                )
+        return cls(**values)
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    return {k: v for k, v in typing.get_type_hints(cls).items() if k in cls.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+def _coerce(value: Any, annotation: Any) -> Any:
+    """An int is a fine float (YAML writes 1 for 1.0), and YAML 1.1 reads 1e-8 as a string; nothing else is converted."""
+    if float in _alternatives(annotation) and str not in _alternatives(annotation):
+        if isinstance(value, int) and not isinstance(value, bool) and int not in _alternatives(annotation):
+            return float(value)
+        if isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                return value
+    return value
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _is_instance(value: Any, annotation: Any) -> bool:
+    for alternative in _alternatives(annotation):
+        if alternative is Any:
+            return True
+        expected = typing.get_origin(alternative) or alternative
+        if isinstance(value, bool) and expected is not bool:
+            continue
+        if isinstance(value, expected):
+            return True
+    return False
+
+
+def _type_name(annotation: Any) -> str:
+    names = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false", "NoneType": "nothing"}
+    words = []
+    for alternative in _alternatives(annotation):
+        plain = getattr(typing.get_origin(alternative) or alternative, "__name__", str(alternative))
+        words.append({"dict": "mapping"}.get(plain, names.get(plain, plain)))
+    return " or ".join(word for word in words if word != "nothing") or "nothing"
+
+
+def _problem(name: str, value: Any, annotation: Any, rule: Any) -> str | None:
+    if not _is_instance(value, annotation):
+        return f"{name} must be a {_type_name(annotation)}, but got {value!r} ({type(value).__name__})".replace(
+            "be a true or false", "be true or false"
+        )
+    if rule["choices"] is not None and value not in rule["choices"]:
+        allowed = [str(choice) for choice in rule["choices"] if choice is not None]
+        return f"{name} must be one of {', '.join(allowed)}, but got {value!r}{nearest(str(value), allowed)}"
+    if value is None:
+        return None
+    if isinstance(value, float) and math.isnan(value):
+        return f"{name} must be a number, but got nan"
+    for key, words, broken in (
+        ("at_least", "at least", lambda v, b: v < b),
+        ("at_most", "at most", lambda v, b: v > b),
+        ("above", "above", lambda v, b: v <= b),
+    ):
+        bound = rule[key]
+        if bound is not None and isinstance(value, (int, float)) and broken(value, bound):
+            return f"{name} must be {words} {bound}, but got {value}"
+    if rule["check"] is not None:
+        return rule["check"](value)
+    return None

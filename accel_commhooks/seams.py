@@ -1,0 +1,121 @@
+"""Where this package meets what torch, Accelerate and Transformers do not offer a public way to.
+
+Each function says what it leans on and why; tests/test_seams.py notices when one of them changes.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+
+
+def live_objects(kind: type[T]) -> list[T]:
+    """Every live instance of a class.
+
+    An optimizer, a GradScaler or an Accelerator does not announce itself, and an unchanged script hands us none of
+    them. Asking the garbage collector costs some tens of milliseconds and is done at setup only. ``type(o)`` rather
+    than ``isinstance``: lazy proxies import whole packages when asked for their class.
+    """
+    return [o for o in gc.get_objects() if issubclass(type(o), kind)]
+
+
+def optimizers_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """The live torch optimizers that hold some of these parameters; wrappers around an optimizer do not count."""
+    wanted = {id(parameter) for parameter in parameters}
+    found = []
+    for optimizer in live_objects(torch.optim.Optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, torch.optim.Optimizer) or not hasattr(optimizer, "param_groups"):
+            continue
+        if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+            found.append(optimizer)
+    return found
+
+
+def live_grad_scalers() -> list[torch.amp.GradScaler]:
+    """The enabled GradScalers of this process. The scale itself is read by the public ``scaler.scale(ones)``."""
+    return [scaler for scaler in live_objects(torch.amp.GradScaler) if scaler.is_enabled()]
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run a function when the backward under way has accumulated its last gradient.
+
+    Leans on the autograd engine's ``queue_callback``, which FSDP uses for the same purpose; the public hooks all run
+    before the last gradient has been added up.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_ignored_by_ddp(parameter: torch.nn.Parameter) -> bool:
+    """Whether DDP was told to leave this parameter alone (it marks it, and offers no question)."""
+    return hasattr(parameter, "_ddp_ignored")
+
+
+def after_import(module_name: str, action: Callable[[Any], None]) -> None:
+    """Run ``action(module)`` once the module has been imported, at once if it has been already.
+
+    An unchanged script imports transformers or not; importing it on its behalf would cost seconds and be wrong.
+    """
+    if module_name in sys.modules:
+        action(sys.modules[module_name])
+        return
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname != module_name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(fullname)
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def exec_module(module):
+                    execute(module)
+                    action(module)
+
+                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+def add_default_trainer_callback(callback: type) -> None:
+    """Give every Trainer made later a callback, first in line after the flow callback.
+
+    Leans on ``transformers.trainer.DEFAULT_CALLBACKS``, the list each Trainer starts from.
+    """
+
+    def extend(module: Any) -> None:
+        if callback not in module.DEFAULT_CALLBACKS:
+            module.DEFAULT_CALLBACKS.append(callback)
+
+    after_import("transformers.trainer", extend)
+
+
+def order_callbacks(*, first: Any, last: Any) -> None:
+    """Put ``first`` before the reporting callbacks of the Trainer that owns ``last``, and ``last`` behind all others.
+
+    Figures must be in the logs before a reporter writes them, and whether an evaluation or a save follows is only known
+    after every other callback was asked. Leans on ``CallbackHandler.callbacks``: callbacks are not told who owns them,
+    and ``add_callback`` only appends. The list is replaced, because Trainer is iterating over it.
+    """
+    from transformers.trainer_callback import CallbackHandler
+
+    for handler in live_objects(CallbackHandler):
+        if last in handler.callbacks:
+            others = [callback for callback in handler.callbacks if callback not in (first, last)]
+            handler.callbacks = [*others[:1], first, *others[1:], last]
+
+
+def ddp_inside(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper in what ``Accelerator.prepare`` returned (torch.compile puts a module around it)."""
+    return next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)

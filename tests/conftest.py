@@ -1,0 +1,16 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Four Gloo ranks, started once for the whole run."""
+    ranks = RankPool()
+    yield ranks
+    ranks.stop()

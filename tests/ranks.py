@@ -1,0 +1,106 @@
+"""A pool of Gloo ranks, started once: importing torch is paid once, a test function is fed to as many as it wants.
+
+``pool.run(function, world_size, *args)`` calls ``function(rank, world_size, *args)`` in that many processes, inside a
+fresh process group, and returns their results by rank. A rank's own traceback is in the error; a rank that does not answer
+in time is shown with its stack, and the pool starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+
+class RankError(AssertionError):
+    pass
+
+
+def _serve(connection, stack_file: str) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    stacks = open(stack_file, "w")  # noqa: SIM115 - open as long as the process lives
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        function, rank, world_size, store, args, timeout, environment = task
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), **environment)
+        faulthandler.dump_traceback_later(timeout, file=stacks)
+        try:
+            torch.manual_seed(0)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            answer = ("ok", function(rank, world_size, *args))
+        except BaseException:
+            answer = ("error", traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(answer)
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        for name in environment:
+            os.environ.pop(name, None)
+
+
+class RankPool:
+    def __init__(self, size: int = 4):
+        self.size = size
+        self._context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks_")
+        self._stores = 0
+        self._processes: list = []
+        self._connections: list = []
+
+    def _start(self, count: int) -> None:
+        while len(self._processes) < count:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve, args=(theirs, self._stack_file(len(self._processes))), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _stack_file(self, rank: int) -> str:
+        return str(Path(self._folder.name) / f"stack_{rank}")
+
+    def run(self, function, world_size: int = 2, *args, timeout: float = 120, environment: dict | None = None) -> list:
+        self._start(world_size)
+        self._stores += 1
+        store = str(Path(self._folder.name) / f"store_{self._stores}")
+        for rank in range(world_size):
+            task = (function, rank, world_size, store, args, timeout * 0.9, environment or {})
+            self._connections[rank].send(task)
+        answers: list = [None] * world_size
+        deadline = time.monotonic() + timeout
+        for rank in range(world_size):
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                if self._connections[rank].poll(max(0.0, deadline - time.monotonic())):
+                    answers[rank] = self._connections[rank].recv()
+            if answers[rank] is not None and answers[rank][0] == "error":
+                deadline = min(deadline, time.monotonic() + 3)  # the others may wait for this one for ever
+        if any(answer is None or answer[0] != "ok" for answer in answers):
+            report = "\n".join(self._report(rank, answer) for rank, answer in enumerate(answers))
+            self.stop()
+            raise RankError(report)
+        return [answer[1] for answer in answers]
+
+    def _report(self, rank: int, answer) -> str:
+        if answer is None:
+            return f"--- rank {rank} did not answer; its stack:\n{Path(self._stack_file(rank)).read_text()}"
+        return f"--- rank {rank} {answer[0]}\n{answer[1] if answer[0] == 'error' else ''}"
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
