@@ -1,0 +1,180 @@
+"""Fine-tune a text classifier with ``Trainer`` and a communication hook.
+
+The hook is one callback; everything else is an ordinary Trainer script. It takes any model and any dataset with a text and a
+label column, and started again with the same command it goes on from its newest checkpoint. Without names it uses AG News
+and DistilBERT, or, where there is no hub, the documentation of the standard library and a small BERT (see embedded.py)::
+
+    accelerate launch --config_file configs/accelerate/two_cpu_processes.yaml examples/finetune_classification.py \\
+        --comm_hook configs/bf16_compress.yaml --output_dir out/classification --offline --max_steps 300
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import embedded
+import evaluate
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from datasets import ClassLabel, DatasetDict, load_dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from accel_commhooks.config import ENVIRONMENT_VARIABLE
+from accel_commhooks.trainer import CommHookCallback
+
+
+@dataclass
+class ScriptArguments:
+    comm_hook: str | None = field(
+        default=None,
+        metadata={
+            "help": f"A hook's name or a YAML file; {ENVIRONMENT_VARIABLE} if not given; plain DDP without both."
+        },
+    )
+    model_name_or_path: str | None = field(default=None, metadata={"help": "A model of the hub, or a folder."})
+    dataset_name: str | None = field(default=None, metadata={"help": "A dataset of the hub."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
+    train_file: str | None = field(default=None, metadata={"help": "A csv or json file, instead of a dataset's name."})
+    validation_file: str | None = field(
+        default=None, metadata={"help": "Held-out rows; a tenth of train_file if none."}
+    )
+    text_column: str = field(default="text", metadata={"help": "The column with the text."})
+    label_column: str = field(default="label", metadata={"help": "The column with the class."})
+    max_length: int = field(default=64, metadata={"help": "Tokens of a text that are used."})
+    offline: bool = field(default=False, metadata={"help": "Use nothing from the hub; so it is where none is reached."})
+
+
+def main() -> None:
+    parser = HfArgumentParser((ScriptArguments, TrainingArguments))
+    parser.set_defaults(
+        use_cpu=not torch.accelerator.is_available(),
+        eval_strategy="steps",
+        eval_steps=50,
+        logging_steps=10,
+        save_steps=100,
+        save_total_limit=2,
+        learning_rate=5e-4,
+        warmup_steps=20,
+        per_device_train_batch_size=16,
+        per_device_eval_batch_size=64,
+    )
+    script, training = parser.parse_args_into_dataclasses()
+    set_seed(training.seed)
+    offline = choose_offline(script, training)
+
+    data = load_data(script, offline)
+    labels = data["train"].features["label"].names
+    tokenizer, model = load_model(script, offline, data, labels)
+    with training.main_process_first():
+        data = data.map(
+            lambda batch: tokenizer(batch["text"], truncation=True, max_length=script.max_length),
+            batched=True,
+            remove_columns="text",
+        )
+    accuracy = evaluate.load(str(Path(__file__).parent / "metrics" / "accuracy") if offline else "accuracy")
+
+    def compute_metrics(prediction) -> dict[str, float]:
+        return accuracy.compute(predictions=np.argmax(prediction.predictions, axis=1), references=prediction.label_ids)
+
+    named = script.comm_hook or os.environ.get(ENVIRONMENT_VARIABLE)
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=data["train"],
+        eval_dataset=data["test"],
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_loss_func=cross_entropy,
+        compute_metrics=compute_metrics,
+        callbacks=[CommHookCallback(named)] if named else [],
+    )
+    result = trainer.train(resume_from_checkpoint=newest_checkpoint(training.output_dir))
+    trainer.save_model()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    figures = trainer.evaluate()
+    trainer.log_metrics("eval", figures)
+    trainer.save_metrics("eval", figures)
+    trainer.save_state()
+
+
+def choose_offline(script: ScriptArguments, training: TrainingArguments) -> bool:
+    """Rank 0 looks for the hub and all ranks do as it says: half of them on other data would train nothing."""
+    choice = [script.offline or not embedded.hub_is_reachable()]
+    return broadcast_object_list(choice)[0] if training.world_size > 1 else choice[0]
+
+
+def cross_entropy(outputs, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
+    """The mean over all labels of a step. The loss that BERT and its like return themselves does not know of the other
+    ranks and of accumulated batches, which Trainer expects of it, and would come out that many times too large."""
+    count = len(labels) if num_items_in_batch is None else num_items_in_batch
+    return torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum") / count
+
+
+def load_data(script: ScriptArguments, offline: bool) -> DatasetDict:
+    """Splits 'train' and 'test' with a 'text' and a 'label' column. What was named is never replaced by something else."""
+    if script.train_file:
+        files = {"train": script.train_file} | ({"test": script.validation_file} if script.validation_file else {})
+        kind = Path(script.train_file).suffix.removeprefix(".")
+        data = load_dataset({"jsonl": "json"}.get(kind, kind), data_files=files)
+    elif script.dataset_name or not offline:
+        data = load_dataset(script.dataset_name or "fancyzhx/ag_news", script.dataset_config_name)
+    else:
+        return embedded.docstring_passages()
+    names = {script.text_column: "text", script.label_column: "label"}
+    data = data.rename_columns({old: new for old, new in names.items() if old != new}).select_columns(["text", "label"])
+    if "test" not in data:
+        data = (
+            DatasetDict(data, test=data["validation"]) if "validation" in data else data["train"].train_test_split(0.1)
+        )
+    if not isinstance(data["train"].features["label"], ClassLabel):
+        data = data.class_encode_column("label")
+    return data
+
+
+def load_model(script: ScriptArguments, offline: bool, data: DatasetDict, labels: list[str]):
+    """The tokenizer and the model that were named; otherwise DistilBERT, or a small BERT from a config."""
+    names = {
+        "num_labels": len(labels),
+        "id2label": dict(enumerate(labels)),
+        "label2id": {n: i for i, n in enumerate(labels)},
+    }
+    if script.model_name_or_path or not offline:
+        name = script.model_name_or_path or "distilbert/distilbert-base-uncased"
+        return AutoTokenizer.from_pretrained(name), AutoModelForSequenceClassification.from_pretrained(name, **names)
+    tokenizer = embedded.train_tokenizer(data["train"]["text"], vocab_size=4000)
+    config = AutoConfig.for_model(
+        "bert",
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=256,
+        max_position_embeddings=script.max_length,
+        pad_token_id=tokenizer.pad_token_id,
+        **names,
+    )
+    return tokenizer, AutoModelForSequenceClassification.from_config(config)
+
+
+def newest_checkpoint(output_dir: str) -> str | None:
+    """The newest checkpoint that was written to its end: Trainer writes trainer_state.json last."""
+    finished = [file.parent for file in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")]
+    return str(max(finished, key=lambda folder: int(folder.name.split("-")[-1]))) if finished else None
+
+
+if __name__ == "__main__":
+    main()
