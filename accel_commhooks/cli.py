@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import check, launch, list_hooks, show
+from .commands import advise, bench, check, launch, list_hooks, plot, show
 from .errors import CommHookError
 
-COMMANDS = (list_hooks, show, check, launch)
+COMMANDS = (list_hooks, show, check, launch, bench, advise, plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,333 @@
+"""Measures hooks against each other on whatever this is launched on.
+
+``accelerate launch ... -m accel_commhooks.bench --hooks noop,allreduce,configs/powersgd.yaml``, or ``accel-commhooks
+bench`` for the ranks of one machine.
+
+Machines are noisy, so the contenders take turns in rounds within one run, and medians and spreads of the rounds are
+reported. Every contender keeps a model of its own. A turn begins with untimed steps, one whole cycle of the hook, so that
+what is under way from the step before is under way at the first timed step as at any other; it ends with ``synchronize``,
+so that nothing runs on into the next contender's turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch.nn.parallel import DistributedDataParallel
+
+from . import bench_models, bench_probes, costs
+from .attachment import Attachment, attach
+from .bench_models import Batch, Workload
+from .bench_report import LIMIT, Result, print_table
+from .config import CommHookConfig
+from .errors import CommHookError, ConfigError
+from .launch import stop
+from .registry import available_hooks
+from .topology import Topology, host_key
+
+PLAIN = "ddp"
+"""The contender that is DDP without any hook."""
+
+
+@dataclass
+class Trial:
+    """A contender at work: a model, its optimizer, and the hook attached to it, if any."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    handle: Attachment | None = None
+    on_step: Callable[[], None] | None = None
+    """Called after the optimizer's step, for averagers and the like."""
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        output = self.model(**batch)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        loss.backward()
+        self.optimizer.step()
+        if self.on_step is not None:
+            self.on_step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def drain(self) -> None:
+        if self.handle is not None:
+            self.handle.synchronize()
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to measure. ``build`` makes it ready on every rank; what it raises is shown as the reason."""
+
+    label: str
+    build: Callable[[torch.nn.Module], Trial]
+    cycle: int = 1
+    """Steps after which it has done everything it does."""
+    config: CommHookConfig | None = None
+    """For a prediction of its cost."""
+
+
+def make_ddp(model: torch.nn.Module, **arguments: Any) -> DistributedDataParallel:
+    device = next(model.parameters()).device
+    return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device], **arguments)
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def hook_contender(source: CommHookConfig | str, label: str | None = None) -> Contender:
+    """A contender from a hook's name, a path, ``name{option: value}``, a config, or ``ddp``."""
+    if source == PLAIN:
+
+        def build_plain(model: torch.nn.Module) -> Trial:
+            ddp = make_ddp(model)
+            return Trial(ddp, make_optimizer(ddp))
+
+        return Contender(label or PLAIN, build_plain, config=CommHookConfig("allreduce"))
+    config = costs.start_at_once(source if isinstance(source, CommHookConfig) else parse_hook(source))
+
+    def build(model: torch.nn.Module) -> Trial:
+        ddp = make_ddp(model)
+        optimizer = make_optimizer(ddp)
+        return Trial(ddp, optimizer, attach(ddp, config, optimizer=optimizer))
+
+    return Contender(label or _label(source), build, costs.cycle(config.build_options()), config)
+
+
+def parse_hook(text: str) -> CommHookConfig:
+    """A name, a path, or ``name{option: value, ...}``, which is YAML between the braces."""
+    name, brace, rest = text.partition("{")
+    if not brace:
+        return CommHookConfig.load(text, **_consent(text))
+    try:
+        options = yaml.safe_load(brace + rest)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"options of a hook are written name{{option: value, ...}}, but got {text!r}: {' '.join(str(error).split())}"
+        ) from None
+    return CommHookConfig(name.strip(), {**_consent(name.strip()), **options})
+
+
+def _consent(name: str) -> dict[str, bool]:
+    """The speed limit is asked for on purpose here, so nobody needs to be warned that its replicas diverge."""
+    return {"i_know_that_replicas_diverge": True} if name == LIMIT else {}
+
+
+def _label(source: CommHookConfig | str) -> str:
+    if isinstance(source, CommHookConfig):
+        return source.name
+    return Path(source).stem if Path(source).suffix in (".yaml", ".yml", ".json") else source
+
+
+def split_hooks(text: str) -> list[str]:
+    """At commas that are not inside braces."""
+    return [part.strip() for part in re.split(r",(?![^{]*\})", text) if part.strip()]
+
+
+@dataclass
+class Bench:
+    """One measurement: ``run`` fills ``result`` and writes it after every turn."""
+
+    workload: Workload
+    contenders: Sequence[Contender]
+    batch: int = 8
+    seq: int = 64
+    steps: int = 8
+    rounds: int = 5
+    output: str | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def run(self) -> Result:
+        rank = dist.get_rank()
+        topology = _topology()
+        torch.manual_seed(1000 + rank)
+        self._batches = [self._make_batch() for _ in range(4)]
+        self._turn = 0
+        example = self._make_model()
+        result = Result.start(self, example, topology)
+        problem = costs.Problem.of(example, topology)
+        del example
+        progress = _progress(len(self.contenders) * (self.rounds + 1), rank)
+        trials: dict[str, Trial] = {}
+        try:
+            for contender in self.contenders:
+                progress.set_description(f"{contender.label}: warm-up")
+                trial, figures = self._prepare(contender)
+                if trial is not None:
+                    trials[contender.label] = trial
+                result.add(contender, figures, costs.predict(contender.config, problem) if contender.config else None)
+                progress.update()
+            for turn in range(self.rounds):
+                for contender in self.contenders:
+                    if contender.label in trials:
+                        progress.set_description(f"{contender.label}: round {turn + 1}")
+                        figures = self._measure(trials[contender.label], contender, topology)
+                        result.add_round(contender.label, figures)
+                        self._save(result, rank)
+                    progress.update()
+            result.complete = True
+            self._save(result, rank)
+        finally:
+            progress.close()
+        return result
+
+    def _save(self, result: Result, rank: int) -> None:
+        if rank == 0 and self.output is not None:
+            result.write(self.output)
+
+    def _make_model(self) -> torch.nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return self.workload.make_model().to(self.device)
+
+    def _make_batch(self) -> Batch:
+        return {name: value.to(self.device) for name, value in self.workload.make_batch(self.batch, self.seq).items()}
+
+    def _steps(self, trial: Trial, count: int) -> None:
+        for _ in range(count):
+            trial.step(self._batches[self._turn % len(self._batches)])
+            self._turn += 1
+
+    def _prepare(self, contender: Contender) -> tuple[Trial | None, dict[str, Any]]:
+        """Build and warm up, with the memory that takes; or the reason why it cannot."""
+        gc.collect()
+        memory = bench_probes.PeakMemory(self.device)
+        trial, error = None, None
+        try:
+            trial = contender.build(self._make_model())
+            self._steps(trial, costs.STEPS_TO_START + contender.cycle)
+            trial.drain()
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
+        mine = {
+            "error": error,
+            "peak": memory.read(),
+            "state": bench_probes.state_bytes(trial.optimizer) if trial else 0,
+        }
+        everyone = _gather(mine)
+        errors = [answer["error"] for answer in everyone if answer["error"]]
+        if errors:
+            return None, {"error": errors[0]}
+        return trial, {name: max(answer[name] for answer in everyone) / 1e6 for name in ("peak", "state")}
+
+    def _measure(self, trial: Trial, contender: Contender, topology: Topology) -> dict[str, Any]:
+        steps = contender.cycle * -(-self.steps // contender.cycle)
+        self._steps(trial, contender.cycle)
+        _wait_for_device(self.device)
+        before = bench_probes.Counters.read(trial.handle)
+        start = time.perf_counter()
+        self._steps(trial, steps)
+        _wait_for_device(self.device)
+        seconds = (time.perf_counter() - start) / steps
+        counted = bench_probes.Counters.read(trial.handle) - before
+        trial.drain()
+        everyone = _gather((seconds, counted))
+        return bench_probes.summary(everyone, topology, steps) | {
+            "tokens_per_s": dist.get_world_size() * self.batch * self.seq / max(answer[0] for answer in everyone)
+        }
+
+
+def _gather(value: Any) -> list[Any]:
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, value)
+    return answers
+
+
+def _topology() -> Topology:
+    return Topology.from_keys(_gather(host_key()))
+
+
+def _wait_for_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+class _Silence:
+    """Stands in for the progress bar on all ranks but the first, and where tqdm is not installed."""
+
+    def set_description(self, text: str) -> None: ...
+    def update(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def _progress(total: int, rank: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Silence()
+    return tqdm(total=total, file=sys.stderr, leave=False, disable=None) if rank == 0 else _Silence()
+
+
+# The command.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hooks", help="names, YAML files, name{option: value, ...} or ddp, with commas in between")
+    parser.add_argument("--model", help="a Transformers name (bert, gpt2, ...) or module:function; built in otherwise")
+    parser.add_argument("--params", default="14M", help="size of the built-in model (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps a turn (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each hook (default: %(default)s)")
+    parser.add_argument("--output", default="bench.json", help="where the result goes (default: %(default)s)")
+
+
+def parse_hooks(text: str | None) -> list[Contender]:
+    """The contenders of ``--hooks``; all hooks there are when it is left out."""
+    sources = split_hooks(text) if text else [PLAIN, *available_hooks()]
+    contenders = [hook_contender(source) for source in sources]
+    labels = [contender.label for contender in contenders]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ConfigError(f"every contender needs a name of its own, but got {', '.join(twice)} twice")
+    return contenders
+
+
+def open_ranks() -> torch.device:
+    """Join the process group that the launcher described, and say which device is this rank's."""
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    if not dist.is_initialized():
+        raise ConfigError(
+            "bench needs at least two processes; start it with `accelerate launch --num_processes 2 -m "
+            "accel_commhooks.bench`, or with `accel-commhooks bench`"
+        )
+    return state.device if state.device.type != "cpu" else torch.device("cpu")
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m accel_commhooks.bench", description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parsed = parser.parse_args(None if arguments is None else list(arguments))
+    try:
+        contenders = parse_hooks(parsed.hooks)
+        workload = bench_models.load(parsed.model, parsed.params)
+        device = open_ranks()
+    except CommHookError as error:
+        stop(error)
+    bench = Bench(workload, contenders, parsed.batch, parsed.seq, parsed.steps, parsed.rounds, parsed.output, device)
+    try:
+        result = bench.run()
+    except KeyboardInterrupt:
+        return 130
+    if dist.get_rank() == 0:
+        print_table(result.to_dict())
+        print(f"\nwritten to {parsed.output}")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
