@@ -104,6 +104,7 @@ class Attachment:
             names=self.parameters,
             buffers=dict(ddp.module.named_buffers()),
             module=ddp.module,
+            finds_unused=ddp.find_unused_parameters,
             loss_scale=self._loss_scale,
         )
         self._slot = self._claim_slot(ddp, config.name)

@@ -121,12 +121,13 @@ class PeakMemory:
                 Path("/proc/self/clear_refs").write_text("5")
             self._start = _status("VmRSS")
         else:
-            torch.accelerator.reset_peak_memory_stats(device)
-            self._start = torch.accelerator.memory_allocated(device)
+            torch.get_device_module(device).reset_peak_memory_stats(device)
+            self._start = torch.get_device_module(device).memory_allocated(device)
 
     def read(self) -> int:
-        peak = _status("VmHWM") if self._device.type == "cpu" else torch.accelerator.max_memory_allocated(self._device)
-        return max(0, peak - self._start)
+        if self._device.type == "cpu":
+            return max(0, _status("VmHWM") - self._start)
+        return torch.get_device_module(self._device).max_memory_allocated(self._device) - self._start
 
 
 def _status(name: str) -> int:

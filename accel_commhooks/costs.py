@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .config import CommHookConfig
+from .lowrank import rank_for, square_side
 from .options import HookOptions
 from .topology import Topology
 
@@ -29,15 +30,15 @@ FIRST_BUCKET, BUCKET = 1 * MiB, 25 * MiB
 class Problem:
     """What is communicated, and among whom."""
 
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the trainable parameters, in the model's order."""
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of the trainable parameters, in the model's order."""
     topology: Topology
     itemsize: int = 4
 
     @classmethod
     def of(cls, model: torch.nn.Module, topology: Topology) -> Problem:
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        return cls(tuple(tuple(p.shape) for p in trainable), topology, trainable[0].element_size())
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return cls(tuple((name, tuple(p.shape)) for name, p in trainable), topology, trainable[0][1].element_size())
 
     @property
     def world(self) -> int:
@@ -45,14 +46,14 @@ class Problem:
 
     @property
     def elements(self) -> int:
-        return sum(map(math.prod, self.shapes))
+        return sum(math.prod(shape) for _, shape in self.parameters)
 
-    def buckets(self) -> list[list[tuple[int, ...]]]:
+    def buckets(self) -> list[list[tuple[str, tuple[int, ...]]]]:
         """DDP's buckets: parameters in the order of their gradients, last layer first."""
-        buckets: list[list[tuple[int, ...]]] = [[]]
+        buckets: list[list[tuple[str, tuple[int, ...]]]] = [[]]
         filled, limit = 0, FIRST_BUCKET
-        for shape in reversed(self.shapes):
-            buckets[-1].append(shape)
+        for name, shape in reversed(self.parameters):
+            buckets[-1].append((name, shape))
             filled += math.prod(shape) * self.itemsize
             if filled >= limit:
                 buckets.append([])
@@ -156,6 +157,80 @@ def plain(problem: Problem, options: Any) -> Prediction:
 def half(problem: Problem, options: Any) -> Prediction:
     """Half of plain DDP's."""
     return all_reduce(problem, problem.elements * min(problem.itemsize, 2), len(problem.buckets()))
+
+
+def _between_nodes(problem: Problem, nbytes: float, calls: float = 1) -> Prediction:
+    """A mean over nodes of what is the same inside a node: each rank sends its part across, then shares it inside.
+
+    For nodes of equal size.
+    """
+    groups = problem.topology.across
+    cost = Prediction()
+    for ranks in groups:
+        cost += all_reduce(problem, nbytes / len(groups), 0, ranks)
+    for ranks in problem.topology.nodes:
+        cost += _ring(problem, ranks, (len(ranks) - 1) / len(ranks) * nbytes, 0)
+    return cost + Prediction(collectives=calls * (1 if len(groups) == 1 else 2))
+
+
+def _inside_nodes(problem: Problem, nbytes: float, calls: float = 1) -> Prediction:
+    """A mean over the ranks of each node."""
+    cost = Prediction(collectives=calls if len(problem.topology.across) > 1 else 0)
+    for ranks in problem.topology.nodes:
+        cost += all_reduce(problem, nbytes, 0, ranks)
+    return cost
+
+
+def _low_rank(problem: Problem, options: Any, units: Sequence[_LowRankUnit]) -> Prediction:
+    """Each unit sends factors and vectors: both factors a step, or one in turn under ``alternate``.
+
+    All of it between all ranks, or between nodes after a full mean inside each.
+    """
+    send = _between_nodes if options.scope == "node" else all_reduce
+    full = max(problem.itemsize, 4) if options.wrapper is None else 2
+    narrow = 2 if options.wire_dtype is not None else full
+    cost = Prediction()
+    for unit in units:
+        turns = 0.5 if options.alternate else 1.0
+        calls = 1 if unit.factors == 0 or options.alternate else 2
+        calls += options.wire_dtype is not None and unit.factors > 0 and unit.vectors > 0
+        cost += send(problem, turns * unit.factors * narrow + unit.vectors * full, calls)
+    if options.scope == "node":
+        cost += _inside_nodes(problem, problem.elements * full, len(problem.buckets()))
+    return cost
+
+
+@dataclass(frozen=True)
+class _LowRankUnit:
+    factors: int
+    """Elements of P and Q."""
+    vectors: int
+    """Elements that travel as they are, with a flag for every matrix."""
+
+
+@predicts("powersgd")
+def powersgd(problem: Problem, options: Any) -> Prediction:
+    """2 (W - 1) / W x (r (n + m) for every matrix [n, m], and the vectors); half of the first part with ``alternate``."""
+    units = []
+    for bucket in problem.buckets():
+        factors = vectors = 0
+        for name, shape in bucket:
+            rows = shape[0] if shape else 1
+            columns = math.prod(shape) // rows
+            asked = options.rank_of(name)
+            rank = rank_for(rows, columns, asked, options.min_compression_rate) if asked else 0
+            factors += rank * (rows + columns)
+            vectors += 1 if rank else rows * columns
+        units.append(_LowRankUnit(factors, vectors))
+    return _low_rank(problem, options, units)
+
+
+@predicts("batched_powersgd")
+def batched_powersgd(problem: Problem, options: Any) -> Prediction:
+    """2 (W - 1) / W x 2 r sqrt(N): all gradients as one square."""
+    side = square_side(problem.elements)
+    rank = min(side, options.matrix_approximation_rank)
+    return _low_rank(problem, options, [_LowRankUnit(2 * rank * side, 1)])
 
 
 # When a hook acts, read from how its options are called.

@@ -45,10 +45,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     # Accelerate looks handlers up by their exact class, so a subclass answers with its parent's.
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # type: ignore[misc]
         return DistributedDataParallelKwargs
 
-    def to_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def to_dict(self) -> dict[str, Any]:
         """DDP's keywords alone: Accelerate hands them to DistributedDataParallel."""
         return {name: getattr(self, name) for name in _DDP_KEYWORDS}
 

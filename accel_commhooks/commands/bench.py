@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
+import time
 
 NAME = "bench"
 
@@ -31,17 +33,40 @@ def run(arguments: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         return bench.main(words)
     bench.parse_hooks(arguments.hooks)  # a typo is one message here, before anything is started
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", _ranks(arguments)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen([*launcher, "-m", "accel_commhooks.bench", *words], env=environment)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the ranks got it too; what they have measured is in the file
-            continue
+    return _run_ranks([sys.executable, "-m", "accel_commhooks.bench", *words], arguments.ranks or _default_ranks())
 
 
-def _ranks(arguments: argparse.Namespace) -> str:
+def _default_ranks() -> int:
     import torch
 
-    return str(arguments.ranks or max(2, torch.accelerator.device_count() if torch.accelerator.is_available() else 0))
+    return max(2, torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+
+
+def _run_ranks(command: list[str], ranks: int) -> int:
+    """Start the ranks and wait for them; one that fails ends the others, Ctrl-C reaches them all by itself."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **shared, "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    while True:
+        try:
+            codes = [process.poll() for process in processes]
+            if None not in codes or any(codes):
+                break
+            time.sleep(0.1)
+        except KeyboardInterrupt:
+            continue
+    for process in processes:
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return next((code for code in (process.wait() for process in processes) if code), 0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

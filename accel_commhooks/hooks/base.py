@@ -35,6 +35,8 @@ class HookContext:
     """Name of every parameter that DDP may reduce, in the model's order; tied weights appear once."""
     buffers: dict[str, torch.Tensor]
     module: torch.nn.Module
+    finds_unused: bool
+    """Whether DDP may leave parameters that no rank used untouched (find_unused_parameters)."""
     loss_scale: Callable[[torch.device], torch.Tensor | None]
     """The current loss scale as a tensor on the device, or None without a GradScaler."""
 
