@@ -290,7 +290,7 @@ class Attachment:
         return self._grad_scaler.scale(torch.ones((), device=device))
 
 
-def _reduced_parameters(ddp: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
+def _reduced_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     """Parameters that DDP may reduce (a frozen one may thaw), by names that do not change when the model is compiled."""
     return {
         parameter: name.replace("_orig_mod.", "")

@@ -44,8 +44,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._first_step = register_optimizer_step_pre_hook(self._before_first_step)
 
     # Accelerate looks handlers up by their exact class, so a subclass answers with its parent's.
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return DistributedDataParallelKwargs
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -90,7 +91,7 @@ class Unit:
         keeps_error: bool,
     ) -> Unit:
         """Buffers of at least float32, on the device of the gradients."""
-        make = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
+        make: dict[str, Any] = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
         by_shape: dict[tuple[int, int, int], list[Matrix]] = {}
         for matrix in matrices:
             by_shape.setdefault(matrix.shape, []).append(matrix)

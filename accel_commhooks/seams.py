@@ -28,7 +28,7 @@ def live_objects(kind: type[T]) -> list[T]:
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]
 
 
-def optimizers_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
     """The live torch optimizers that hold some of these parameters; wrappers around an optimizer do not count."""
     wanted = {id(parameter) for parameter in parameters}
     found = []

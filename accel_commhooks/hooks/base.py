@@ -31,7 +31,7 @@ class HookContext:
     """What a hook is told about the model it serves."""
 
     comm: Communicator
-    names: dict[torch.nn.Parameter, str]
+    names: dict[torch.Tensor, str]
     """Name of every parameter that DDP may reduce, in the model's order; tied weights appear once."""
     buffers: dict[str, torch.Tensor]
     module: torch.nn.Module
@@ -71,7 +71,7 @@ class CommHook:
         """Start averaging a bucket; the Future's value is what DDP writes into the gradients."""
         raise NotImplementedError
 
-    def after_unreduced_backward(self, parameters: list[torch.nn.Parameter]) -> None:
+    def after_unreduced_backward(self, parameters: list[torch.Tensor]) -> None:
         """At the end of a backward that DDP slept through."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

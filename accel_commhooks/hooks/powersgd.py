@@ -361,7 +361,7 @@ class PowerSGDHook(LowRankHook):
         unit.m = unit.flat
         future.set_result(buffer)
 
-    def _build(self, parameters: list[torch.nn.Parameter], buffer: torch.Tensor) -> Unit:
+    def _build(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> Unit:
         matrices, vectors, offset = [], [], 0
         for parameter in parameters:
             name, numel = self.context.names[parameter], parameter.numel()
@@ -406,7 +406,7 @@ class BatchedPowerSGDHook(LowRankHook):
         if not bucket.is_last():
             return
         arrived, self._arrived = self._arrived, []
-        gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
         for each, _, waiting in arrived:
             if waiting is not None:
                 waiting.wait()
