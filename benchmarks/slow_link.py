@@ -185,7 +185,9 @@ class SlowLink:
         if words[:2] == ["accelerate", "launch"] and not any("machine_rank" in word for word in words):
             meet = "--num_machines {nodes} --num_processes {world_size} --machine_rank {machine_rank}"
             meet += " --main_process_ip {master_addr} --main_process_port {master_port}"
-            kind = [] if "--config_file" in words else ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
+            kind = (
+                [] if "--config_file" in words else ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
+            )
             words[2:2] = [*kind, *meet.split()]
         for name, value in values.items():
             words = [word.replace("{" + name + "}", str(value)) for word in words]

@@ -1,0 +1,132 @@
+"""The formulas: by hand where that is easy, and against what hooks really count in small worlds."""
+
+import pytest
+import torch
+
+from accel_commhooks import CommHookConfig, available_hooks, costs
+from accel_commhooks.bench import hook_contender, parse_hook
+from accel_commhooks.bench_models import BenchTransformer
+from accel_commhooks.topology import Topology
+
+HOOKS = [
+    "allreduce",
+    "allreduce{wrapper: bf16}",
+    "noop",
+    "fp16_compress",
+    "powersgd",
+    "powersgd{alternate: true}",
+    "powersgd{wire_dtype: bf16, matrix_approximation_rank: 2}",
+    "powersgd{exclude: ['tokens.*'], ranks: {'*qkv*': 1}}",
+    "powersgd{scope: node}",
+    "batched_powersgd",
+    "batched_powersgd{scope: node, alternate: true}",
+    "post_localsgd{period: 4}",
+    "zero_overlap",
+    "zero_overlap{wire_dtype: bf16}",
+]
+
+
+def _problem(world, ranks_per_node=1, shapes=((1000, 100), (100,))):
+    parameters = tuple((f"p{number}", shape) for number, shape in enumerate(shapes))
+    return costs.Problem(parameters, Topology.even(world, ranks_per_node))
+
+
+def _known(text):
+    return parse_hook(text).name if text.partition("{")[0] in available_hooks() else None
+
+
+def test_plain_averaging_by_hand():
+    cost = costs.predict(CommHookConfig("allreduce"), _problem(4))
+    assert cost.between == pytest.approx(2 * 3 / 4 * 100_100 * 4)
+    assert cost.within == 0
+    assert cost.collectives == 1
+
+
+def test_a_ring_crosses_each_border_once():
+    cost = costs.predict(CommHookConfig("allreduce"), _problem(8, 4))
+    assert cost.within == pytest.approx(3 * cost.between)
+
+
+def test_one_rank_sends_nothing():
+    assert costs.predict(CommHookConfig("allreduce"), _problem(1)) == costs.Prediction()
+
+
+def test_powersgd_by_hand():
+    cost = costs.predict(CommHookConfig("powersgd", {"matrix_approximation_rank": 3}), _problem(2))
+    assert cost.between == pytest.approx(4 * (3 * 1100 + 100 + 1))
+
+
+def test_buckets_are_ddps():
+    megabyte = (1024, 256)
+    problem = _problem(2, shapes=[megabyte] * 60)
+    assert [len(bucket) for bucket in problem.buckets()] == [1, 25, 25, 9]
+
+
+def test_a_hook_of_somebody_else_brings_its_formula(monkeypatch):
+    monkeypatch.setattr(costs, "_formulas", dict(costs._formulas))
+    assert costs.predict(CommHookConfig("torch:allreduce_hook"), _problem(2)) is None
+
+    @costs.predicts("torch:allreduce_hook")
+    def formula(problem, options):
+        return costs.all_reduce(problem, 8)
+
+    assert costs.predict(CommHookConfig("torch:allreduce_hook"), _problem(2)).between == 8
+
+
+def test_hooks_start_at_once_and_only_earlier():
+    late = costs.start_at_once(CommHookConfig("powersgd", {"start_powerSGD_iter": 1000}))
+    early = costs.start_at_once(CommHookConfig("powersgd", {"start_powerSGD_iter": 0}))
+    torchs = CommHookConfig("torch:powerSGD_hook", {"state_options": {"start_powerSGD_iter": 9, "warm_start": False}})
+    assert late.options["start_powerSGD_iter"] == costs.STEPS_TO_START
+    assert early.options["start_powerSGD_iter"] == 0
+    assert costs.start_at_once(torchs).options["state_options"] == {"start_powerSGD_iter": 2, "warm_start": False}
+
+
+def test_cycles_are_read_from_the_options():
+    assert costs.cycle(CommHookConfig("allreduce").build_options()) == 1
+    assert costs.cycle(CommHookConfig("powersgd", {"alternate": True}).build_options()) == 2
+
+
+def _count(rank, world_size, text, ranks_per_node):
+    config = parse_hook(text)
+    contender = hook_contender(CommHookConfig(config.name, {**config.options, "ranks_per_node": ranks_per_node}))
+    torch.manual_seed(0)
+    model = BenchTransformer(64, 2, vocabulary=1000)
+    problem = costs.Problem.of(model, Topology.even(world_size, ranks_per_node))
+    trial = contender.build(model)
+    batch = {"input_ids": torch.randint(0, 1000, (2, 8))}
+    for _ in range(costs.STEPS_TO_START + contender.cycle):
+        trial.step(batch)
+    traffic = trial.handle.comm.traffic
+    before = traffic.scope("within"), traffic.scope("between"), sum(traffic.calls.values())
+    for _ in range(2 * contender.cycle):
+        trial.step(batch)
+    after = traffic.scope("within"), traffic.scope("between"), sum(traffic.calls.values())
+    trial.drain()
+    trial.handle.detach()
+    measured = [(now - then) / (2 * contender.cycle) for now, then in zip(after, before, strict=True)]
+    return measured, costs.predict(contender.config, problem)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("text", HOOKS)
+def test_formula_predicts_what_is_counted(pool, text, world_size, ranks_per_node):
+    if _known(text) is None:
+        pytest.skip(f"{text.partition('{')[0]} is not installed")
+    answers = pool.run(_count, world_size, text, ranks_per_node)
+    nodes = world_size // ranks_per_node
+    within, between = (sum(measured[i] for measured, _ in answers) / nodes for i in (0, 1))
+    predicted = answers[0][1]
+    assert predicted is not None
+    assert within == pytest.approx(predicted.within, rel=0.05)
+    assert between == pytest.approx(predicted.between, rel=0.05)
+    assert answers[0][0][2] == pytest.approx(predicted.collectives, rel=0.05)
+
+
+def test_every_hook_of_this_package_has_a_formula():
+    from accel_commhooks import get_hook
+
+    ours = [name for name in available_hooks() if get_hook(name).__module__.startswith("accel_commhooks.")]
+    consent = {"noop": {"i_know_that_replicas_diverge": True}}
+    for name in ours:
+        assert costs.predict(CommHookConfig(name, consent.get(name, {})), _problem(2)) is not None, name
