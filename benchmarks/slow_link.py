@@ -156,8 +156,8 @@ class SlowLink:
         processes = self.start(command, environment=environment, output=output)
         deadline = None if timeout is None else time.monotonic() + timeout
         code = 0
-        while any(process.poll() is None for process in processes):
-            failed = [process.returncode for process in processes if process.returncode]
+        while None in (codes := [process.poll() for process in processes]):
+            failed = [code for code in codes if code]
             if failed:
                 code = failed[0]
                 time.sleep(3)  # the others may have something to say about it

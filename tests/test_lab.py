@@ -42,14 +42,14 @@ def _bench(tmp_path, nodes, ranks, *, hooks=None, params="14M", rate=None):
     return {entry["label"]: entry for entry in json.loads(path.read_text())["contenders"]}
 
 
-def _agrees(entry, scope, share=0.03):
-    """Counted bytes are the card's; a collective of Gloo's also costs some kilobytes of headers, acknowledgements."""
+def _agrees(entry, scope, world, share=0.03):
+    """Counted bytes are the card's, but for headers and acknowledgements: a kilobyte for each message of a ring."""
     counted, card = entry[f"mb_{scope}"], entry[f"card_mb_{scope}"]
     if counted is None:
         counted, collectives = entry["predicted"][f"mb_{scope}"], entry["predicted"]["collectives"]
     else:
         collectives = entry["collectives"]
-    return counted == 0 or -0.001 <= card - counted <= share * counted + 0.004 * collectives
+    return counted == 0 or -0.001 <= card - counted <= share * counted + 0.002 * (world - 1) * collectives
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_bytes_counted_are_those_of_the_network_card(tmp_path):
     """Within 3 % and nothing else for every hook as it is by default, on the 14M model of the benchmarks."""
     for label, entry in _bench(tmp_path, 2, 1).items():
         assert "error" not in entry, entry
-        assert _agrees(entry, "between", share=0.03), (label, entry)
+        assert _agrees(entry, "between", 2), (label, entry)
         counted = entry["predicted"]["mb_between"] if entry["mb_between"] is None else entry["mb_between"]
         if label in available_hooks():
             assert entry["card_mb_between"] == pytest.approx(counted, rel=0.03, abs=0.001), label
@@ -72,7 +72,7 @@ def test_what_stays_in_a_node_and_what_leaves_it(tmp_path, nodes, ranks):
     for label, entry in _bench(tmp_path, nodes, ranks, params="5M").items():
         assert "error" not in entry, entry
         for scope in ("within", "between"):
-            assert _agrees(entry, scope), (label, scope, entry)
+            assert _agrees(entry, scope, nodes * ranks), (label, scope, entry)
             counted = entry[f"mb_{scope}"]
             if counted is not None:
                 assert counted == pytest.approx(entry["predicted"][f"mb_{scope}"], rel=0.05), (label, scope)
@@ -83,7 +83,7 @@ def test_what_stays_in_a_node_and_what_leaves_it(tmp_path, nodes, ranks):
 @pytest.mark.parametrize("nodes", [2, 4, 8])
 def test_bytes_grow_with_the_world_as_predicted(tmp_path, nodes):
     for label, entry in _bench(tmp_path, nodes, 1, params="1M", hooks="allreduce,powersgd").items():
-        assert _agrees(entry, "between"), (label, entry)
+        assert _agrees(entry, "between", nodes), (label, entry)
         assert entry["mb_between"] == pytest.approx(entry["predicted"]["mb_between"], rel=0.05)
         assert entry["collectives"] == entry["predicted"]["collectives"]
 
@@ -103,9 +103,14 @@ def test_the_rate_is_the_links(tmp_path):
 def test_accelerate_launch_runs_as_the_nodes(tmp_path):
     script = tmp_path / "who.py"
     script.write_text(
-        "import os\nfrom pathlib import Path\nfrom accelerate import Accelerator\n"
-        "a = Accelerator(cpu=True)\n"
-        f"Path({str(tmp_path)!r}, f'rank{{a.process_index}}').write_text(f'{{a.num_processes}} ' + os.readlink('/proc/self/ns/net'))\n"
+        f"""
+import os
+from pathlib import Path
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+told = Path({str(tmp_path)!r}, f"rank{{accelerator.process_index}}")
+told.write_text(f"{{accelerator.num_processes}} {{os.readlink('/proc/self/ns/net')}}")
+"""
     )
     with SlowLink(2, ranks=2) as lab:
         assert lab.run(["accelerate", "launch", str(script)], timeout=120) == 0
@@ -119,16 +124,15 @@ def test_accelerate_launch_runs_as_the_nodes(tmp_path):
 
 @pytest.mark.slow
 @needs_lab
+@pytest.mark.timeout(60)
 def test_a_failing_rank_ends_the_others_and_nothing_stays():
     command = [
         sys.executable,
         "-c",
-        "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)",
+        "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(3600)",
     ]
-    start = time.monotonic()
     with SlowLink(2) as lab:
         assert lab.run(command) == 7
-    assert time.monotonic() - start < 30
     assert _namespaces(os.getpid()) == []
 
 
