@@ -55,7 +55,7 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--comm_hook", nargs="+", default=["configs/bf16_compress.yaml"], help="names or YAML files")
+    parser.add_argument("--comm_hook", nargs="+", default=["configs/powersgd.yaml"], help="names or YAML files")
     parser.add_argument("--max_steps", type=int, default=300)
     parser.add_argument("--output_dir", type=Path, default=Path("out/demo"))
     arguments = parser.parse_args()

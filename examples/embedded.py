@@ -58,9 +58,9 @@ def docstring_passages(train_per_class: int = 400, held_out_per_class: int = 60)
 
 
 def source_text() -> DatasetDict:
-    """The source of the same packages, one row a module."""
+    """The source of half of the packages, about a million characters; one row a module."""
     splits: dict[str, list[str]] = {"train": [], "test": []}
-    for package in PACKAGES:
+    for package in PACKAGES[::2]:
         training, held_out = _split_by_module([file.read_text("utf-8") for file in _modules(package)])
         splits["train"] += training
         splits["test"] += held_out

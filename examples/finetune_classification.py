@@ -2,7 +2,7 @@
 
 The hook is one callback; everything else is an ordinary Trainer script. It takes any model and any dataset with a text and a
 label column, and started again with the same command it goes on from its newest checkpoint. Without names it uses AG News
-and DistilBERT, or, where there is no hub, the documentation of the standard library and a small BERT (see embedded.py)::
+and DistilBERT, or, where there is no hub, the documentation of the standard library and a small ModernBERT (see embedded.py)::
 
     accelerate launch --config_file configs/accelerate/two_cpu_processes.yaml examples/finetune_classification.py \\
         --comm_hook configs/bf16_compress.yaml --output_dir out/classification --offline --max_steps 300
@@ -66,7 +66,7 @@ def main() -> None:
         logging_steps=10,
         save_steps=100,
         save_total_limit=2,
-        learning_rate=5e-4,
+        learning_rate=2e-4,
         warmup_steps=20,
         per_device_train_batch_size=16,
         per_device_eval_batch_size=64,
@@ -146,7 +146,7 @@ def load_data(script: ScriptArguments, offline: bool) -> DatasetDict:
 
 
 def load_model(script: ScriptArguments, offline: bool, data: DatasetDict, labels: list[str]):
-    """The tokenizer and the model that were named; otherwise DistilBERT, or a small BERT from a config."""
+    """The tokenizer and the model that were named; otherwise DistilBERT, or a small ModernBERT from a config."""
     names = {
         "num_labels": len(labels),
         "id2label": dict(enumerate(labels)),
@@ -157,14 +157,16 @@ def load_model(script: ScriptArguments, offline: bool, data: DatasetDict, labels
         return AutoTokenizer.from_pretrained(name), AutoModelForSequenceClassification.from_pretrained(name, **names)
     tokenizer = embedded.train_tokenizer(data["train"]["text"], vocab_size=4000)
     config = AutoConfig.for_model(
-        "bert",
+        "modernbert",
         vocab_size=len(tokenizer),
         hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=256,
         max_position_embeddings=script.max_length,
+        classifier_pooling="mean",  # learns from scratch at once, where a first token would have to learn to attend first
         pad_token_id=tokenizer.pad_token_id,
+        **{f"{kind}_token_id": tokenizer.eos_token_id for kind in ("bos", "eos", "cls", "sep")},
         **names,
     )
     return tokenizer, AutoModelForSequenceClassification.from_config(config)
