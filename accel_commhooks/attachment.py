@@ -119,7 +119,7 @@ class Attachment:
             register_optimizer_step_post_hook(self._after_step),
         ]
         if optimizer is not None:
-            self._bind([_innermost(optimizer)])
+            self._bind([innermost_optimizer(optimizer)])
 
     @staticmethod
     def _claim_slot(ddp: DistributedDataParallel, name: str) -> _Slot:
@@ -299,7 +299,7 @@ def _reduced_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]
     }
 
 
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+def innermost_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside AcceleratedOptimizer and the like."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer

@@ -329,6 +329,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         sys.stdout.flush()
         os._exit(130)  # the others are gone too, perhaps in the middle of a collective that would be waited for
     _report(bench)
+    dist.barrier()  # who holds the store must not leave before the others
     dist.destroy_process_group()
     return 0
 

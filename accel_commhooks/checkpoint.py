@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from .errors import launched_rank
 
 if TYPE_CHECKING:
     from .attachment import Attachment
+    from .collectives import Communicator
 
 logger = logging.getLogger("accel_commhooks")
 FORMAT = 1
@@ -31,16 +32,23 @@ FOLDER = "comm_hook"
 
 def save(attachment: Attachment, checkpoint: str | os.PathLike, *, index: int = 0) -> Path:
     """Write this rank's hook state into a checkpoint folder; ``index`` tells several models apart."""
-    comm = attachment.comm
-    file = _folder(checkpoint, index) / f"rank_{comm.rank:05d}.pt"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "format": FORMAT,
-        "hook": attachment.config.name,
-        "world_size": comm.size,
-        "rank": comm.rank,
-        "state": attachment.state_dict(),
-    }
+    return write(_folder(checkpoint, index), attachment.comm, attachment.config.name, attachment.state_dict())
+
+
+def load(attachment: Attachment, checkpoint: str | os.PathLike, *, index: int = 0) -> bool:
+    """Restore the hook from a checkpoint folder by the rules above. Collective. True if a state was taken over."""
+    hook = attachment.hook
+    state = read(_folder(checkpoint, index), attachment.comm, attachment.config.name, hook.merge_states)
+    if state is not None:
+        attachment.load_state_dict(state)
+    return state is not None
+
+
+def write(folder: Path, comm: Communicator, name: str, state: dict[str, Any]) -> Path:
+    """Write this rank's file: aside first, then renamed."""
+    file = folder / f"rank_{comm.rank:05d}.pt"
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, "hook": name, "world_size": comm.size, "rank": comm.rank, "state": state}
     aside = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         with aside.open("wb") as stream:
@@ -53,40 +61,35 @@ def save(attachment: Attachment, checkpoint: str | os.PathLike, *, index: int = 
     return file
 
 
-def load(attachment: Attachment, checkpoint: str | os.PathLike, *, index: int = 0) -> bool:
-    """Restore the hook from a checkpoint folder by the rules above. Collective. True if a state was taken over."""
-    folder = _folder(checkpoint, index)
-    name, comm = attachment.config.name, attachment.comm
+def read(
+    folder: Path, comm: Communicator, name: str, merge: Callable[[Iterator[dict[str, Any]]], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """This rank's state by the rules above, or None on every rank, with the reason in the log."""
     state: dict[str, Any] | None = None
-    resized = False
-    problem = ""
+    saved_by = comm.size
+    problem = "another rank could not read its part"
     try:
         own = folder / f"rank_{comm.rank:05d}.pt"
         first = _read(own if own.exists() else _any_file(folder))
+        saved_by = first["world_size"]
         if first["hook"] != name:
-            problem = f"it holds the state of hook '{first['hook']}'"
-        elif first["world_size"] == comm.size:
+            problem = f"it holds the state of '{first['hook']}'"
+        elif saved_by == comm.size:
             state = _read(own)["state"]
         else:
-            resized = True
-            state = attachment.hook.merge_states(_all_states(folder, first["world_size"]))
+            state = merge(_all_states(folder, saved_by))
     except _Unusable as error:
         problem = str(error)
     if not comm.agree(state is not None):
+        _say(f"'{name}' starts anew: {folder} cannot be used ({problem})")
+        return None
+    if saved_by != comm.size:
         _say(
-            f"hook '{name}' starts anew: {folder} cannot be used"
-            + (f" ({problem})" if problem else " (another rank could not read its part)")
-        )
-        return False
-    assert state is not None
-    attachment.load_state_dict(state)
-    if resized:
-        _say(
-            f"hook '{name}' was restored from a run of {first['world_size']} ranks on {comm.size} ranks: what the ranks "
-            "kept apart was merged so that its mean over ranks is unchanged",
+            f"'{name}' was saved by {saved_by} ranks and is restored on {comm.size}: what the ranks kept apart is merged, "
+            "so that its mean over ranks is unchanged",
             logging.INFO,
         )
-    return True
+    return state
 
 
 def exists(checkpoint: str | os.PathLike, *, index: int = 0) -> bool:

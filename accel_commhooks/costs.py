@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .averaging import BUCKET_BYTES
 from .config import CommHookConfig
 from .lowrank import rank_for, square_side
 from .options import HookOptions
@@ -24,6 +25,9 @@ from .topology import Topology
 MiB = 1024**2
 FIRST_BUCKET, BUCKET = 1 * MiB, 25 * MiB
 """DDP's defaults: a small first bucket, so that communication starts early, and larger ones."""
+
+
+AVERAGING_SLICE = BUCKET_BYTES // 2
 
 
 @dataclass(frozen=True)
@@ -173,10 +177,10 @@ def _between_nodes(problem: Problem, nbytes: float, calls: float = 1) -> Predict
     return cost + Prediction(collectives=calls * (1 if len(groups) == 1 else 2))
 
 
-def _inside_nodes(problem: Problem, nbytes: float, calls: float = 1) -> Prediction:
-    """A mean over the ranks of each node."""
-    cost = Prediction(collectives=calls if len(problem.topology.across) > 1 else 0)
-    for ranks in problem.topology.nodes:
+def _each(problem: Problem, groups: Sequence[Sequence[int]], nbytes: float, calls: float = 1) -> Prediction:
+    """A mean inside each of some groups of ranks; a group of one sends nothing."""
+    cost = Prediction(collectives=calls if len(groups[0]) > 1 else 0)
+    for ranks in groups:
         cost += all_reduce(problem, nbytes, 0, ranks)
     return cost
 
@@ -196,7 +200,7 @@ def _low_rank(problem: Problem, options: Any, units: Sequence[_LowRankUnit]) -> 
         calls += options.wire_dtype is not None and unit.factors > 0 and unit.vectors > 0
         cost += send(problem, turns * unit.factors * narrow + unit.vectors * full, calls)
     if options.scope == "node":
-        cost += _inside_nodes(problem, problem.elements * full, len(problem.buckets()))
+        cost += _each(problem, problem.topology.nodes, problem.elements * full, len(problem.buckets()))
     return cost
 
 
@@ -231,6 +235,30 @@ def batched_powersgd(problem: Problem, options: Any) -> Prediction:
     side = square_side(problem.elements)
     rank = min(side, options.matrix_approximation_rank)
     return _low_rank(problem, options, [_LowRankUnit(2 * rank * side, 1)])
+
+
+@predicts("post_localsgd")
+def post_localsgd(problem: Problem, options: Any) -> Prediction:
+    """Plain averaging's bytes every ``period`` steps; gradients inside the node at every step. Buffers not included."""
+    slices = math.ceil(problem.elements * problem.itemsize / AVERAGING_SLICE)
+    full = problem.elements * _width(problem, options.wrapper)
+    cost = Prediction()
+    if options.post_local_gradient_allreduce and options.subgroup != "none":
+        groups = problem.topology.nodes if options.subgroup == "node" else options.subgroup
+        cost += _each(problem, groups, full, slices)
+    everyone = [range(problem.world)]
+    if options.period_group_size:
+        length = cycle(options)
+        for step in range(length):
+            due = [period for period in options.period_group_size if step % period == 0]
+            if due:
+                size = options.period_group_size[max(due)]
+                groups = [range(first, first + size) for first in range(0, problem.world, size)]
+                cost += _each(problem, groups, full, slices) * (1 / length)
+    else:
+        narrow = problem.elements * _width(problem, options.wrapper or options.wire_dtype)
+        cost += _each(problem, everyone, narrow, slices) * (1 / options.period)
+    return cost
 
 
 # When a hook acts, read from how its options are called.
@@ -275,10 +303,5 @@ def cycle(options: HookOptions) -> int:
 
     ``period`` and ``period_group_size`` say so themselves; ``alternate`` takes turns between two steps.
     """
-    lengths = [1]
-    if isinstance(getattr(options, "period", None), int):
-        lengths.append(options.period)  # type: ignore[attr-defined]
-    lengths += [int(period) for period in (getattr(options, "period_group_size", None) or {})]
-    if getattr(options, "alternate", False):
-        lengths.append(2)
-    return math.lcm(*lengths)
+    levels = getattr(options, "period_group_size", None) or {getattr(options, "period", 1): None}
+    return math.lcm(*levels, 2 if getattr(options, "alternate", False) else 1)

@@ -12,9 +12,12 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def option(
@@ -84,7 +87,7 @@ class HookOptions:
         return own + [row for row in rows if row[0] in HookOptions.__dataclass_fields__]
 
     @classmethod
-    def build(cls, hook_name: str, values: dict[str, Any]) -> HookOptions:
+    def build(cls, hook_name: str, values: dict[str, Any]) -> Self:
         """The options of ``hook_name`` from a plain mapping, with a readable error for a name that does not exist."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:

@@ -16,10 +16,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import checkpoint, doctor, seams
-from .attachment import Attachment, attach, attachment_of
+from .attachment import Attachment, attach, attachment_of, innermost_optimizer
+from .collectives import WIRE_DTYPES, Communicator
 from .config import CommHookConfig
 from .errors import CompatibilityError
 from .install import DDPWatch
+from .metrics import PREFIX
+from .replicas import AveragingOptions, Replicas
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -77,7 +80,7 @@ class CommHookCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.handle is not None:
-            checkpoint.save(self.handle, Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            checkpoint.save(self.handle, _checkpoint_folder(args, state))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -96,7 +99,7 @@ class CommHookCallback(TrainerCallback):
         """Trainer evaluates and saves right after this event: let it see the consensus."""
         if self.handle is None:
             return
-        if control.should_evaluate or control.should_save or control.should_training_stop:
+        if _someone_looks(control):
             self.handle.open_consensus()
         if control.should_save:
             self.handle.hook.prepare_save()
@@ -106,13 +109,106 @@ class CommHookCallback(TrainerCallback):
         assert self.handle is not None
         folder = _resumed_checkpoint(args, state)
         if folder is None:
-            doctor.warn_once(
-                f"hook '{self.config.name}' starts anew at step {state.global_step}: the checkpoint that Trainer resumed "
-                f"from is neither args.resume_from_checkpoint nor below {args.output_dir}; set "
-                "TrainingArguments(resume_from_checkpoint=...) to the folder for the hook to resume as well"
-            )
+            doctor.warn_once(_not_found(f"hook '{self.config.name}'", args, state))
             return
         checkpoint.load(self.handle, folder)
+
+
+class ModelAveragingCallback(TrainerCallback):
+    """Averages the ranks' models after optimizer steps: ``callbacks=[ModelAveragingCallback(period=8, warmup_steps=100)]``.
+
+    Averaging alone, on top of plain DDP or of any communication hook. The options are those of post_localsgd that concern
+    averaging; ``averager=`` takes a torch ``PeriodicModelAverager``, ``HierarchicalModelAverager`` or one of your own.
+    """
+
+    _FOLDER = "model_averaging"
+
+    def __init__(self, **options: Any):
+        self.options = AveragingOptions.build("model averaging", options)
+        self.replicas: Replicas | None = None
+        self._step = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        seams.order_callbacks(first=None, last=self)
+        if args.world_size == 1:
+            doctor.single_process("model averaging")
+            return
+        model = kwargs["model"]
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        comm = Communicator(ranks_per_node=self.options.ranks_per_node, wire_dtype=WIRE_DTYPES[self.options.wrapper])
+        self.replicas = Replicas(self.options, comm, names, dict(model.named_buffers()))
+        self.replicas.optimizers = [innermost_optimizer(kwargs["optimizer"])]
+        self._step = 0
+        if state.global_step > 0:
+            self._resume(args, state)
+        self.replicas.before_step(local=True)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.replicas is not None:
+            self.replicas.hide_consensus()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.replicas is not None:
+            self.replicas.mark_diverged()  # whether gradients were shared is not known here
+            self.replicas.after_step(self._step)
+            self._step += 1
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.replicas is not None and _someone_looks(control):
+            self.replicas.show_consensus()
+
+    on_epoch_end = on_step_end
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.replicas is not None and logs is not None and "loss" in logs:
+            figures = {PREFIX + name: value for name, value in self.replicas.metrics().items()}
+            logs.update(figures)
+            state.log_history[-1].update(figures)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.replicas is not None:
+            checkpoint.write(
+                _checkpoint_folder(args, state) / self._FOLDER,
+                self.replicas.comm,
+                self._FOLDER,
+                {"step": self._step, "replicas": self.replicas.state_dict()},
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.replicas is not None:
+            self.replicas.synchronize()
+
+    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        assert self.replicas is not None
+        self._step = state.global_step
+        folder = _resumed_checkpoint(args, state)
+        if folder is None:
+            doctor.warn_once(_not_found("model averaging", args, state))
+            return
+        loaded = checkpoint.read(
+            folder / self._FOLDER,
+            self.replicas.comm,
+            self._FOLDER,
+            lambda states: {"step": state.global_step, "replicas": Replicas.merge(s["replicas"] for s in states)},
+        )
+        if loaded is not None:
+            self._step = loaded["step"]
+            self.replicas.load_state_dict(loaded["replicas"])
 
 
 class _Figures(TrainerCallback):
@@ -135,9 +231,26 @@ class _Figures(TrainerCallback):
             state.log_history[-1].update(figures)
 
 
+def _someone_looks(control: TrainerControl) -> bool:
+    """Whether Trainer evaluates, saves or ends right after this event."""
+    return control.should_evaluate or control.should_save or control.should_training_stop
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _not_found(what: str, args: TrainingArguments, state: TrainerState) -> str:
+    return (
+        f"{what} starts anew at step {state.global_step}: the checkpoint that Trainer resumed from is neither "
+        f"args.resume_from_checkpoint nor below {args.output_dir}; set TrainingArguments(resume_from_checkpoint=...) to "
+        "its folder to resume this as well"
+    )
+
+
 def _resumed_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
     """Callbacks are not told which checkpoint was resumed; candidates are compared with the state it left behind."""
-    candidates = [Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"]
+    candidates = [_checkpoint_folder(args, state)]
     if isinstance(args.resume_from_checkpoint, str):
         candidates.insert(0, Path(args.resume_from_checkpoint))
     for folder in candidates:

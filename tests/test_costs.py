@@ -21,6 +21,8 @@ HOOKS = [
     "batched_powersgd",
     "batched_powersgd{scope: node, alternate: true}",
     "post_localsgd{period: 4}",
+    "post_localsgd{period: 3, wire_dtype: bf16, overlap_steps: 1}",
+    "post_localsgd{period: 2, subgroup: none, outer: {lr: 0.7}}",
     "zero_overlap",
     "zero_overlap{wire_dtype: bf16}",
 ]
@@ -85,6 +87,8 @@ def test_hooks_start_at_once_and_only_earlier():
 def test_cycles_are_read_from_the_options():
     assert costs.cycle(CommHookConfig("allreduce").build_options()) == 1
     assert costs.cycle(CommHookConfig("powersgd", {"alternate": True}).build_options()) == 2
+    assert costs.cycle(CommHookConfig("post_localsgd", {"period": 6}).build_options()) == 6
+    assert costs.cycle(CommHookConfig("post_localsgd", {"period_group_size": {3: 2, 9: 4}}).build_options()) == 9
 
 
 def _count(rank, world_size, text, ranks_per_node):
@@ -121,6 +125,16 @@ def test_formula_predicts_what_is_counted(pool, text, world_size, ranks_per_node
     assert within == pytest.approx(predicted.within, rel=0.05)
     assert between == pytest.approx(predicted.between, rel=0.05)
     assert answers[0][0][2] == pytest.approx(predicted.collectives, rel=0.05)
+
+
+def test_formula_of_averaging_in_levels(pool):
+    """Every 2 steps inside a node, every 4 among all."""
+    text = "post_localsgd{period_group_size: {2: 2, 4: 4}}"
+    answers = pool.run(_count, 4, text, 2)
+    predicted = answers[0][1]
+    assert predicted.between > 0
+    for index, expected in enumerate((predicted.within, predicted.between)):
+        assert sum(measured[index] for measured, _ in answers) / 2 == pytest.approx(expected, rel=0.05)
 
 
 def test_every_hook_of_this_package_has_a_formula():
