@@ -77,7 +77,7 @@ def train(name: str, hook: str | None, arguments: argparse.Namespace) -> Run:
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", "configs/accelerate/two_cpu_processes.yaml", "examples/finetune_classification.py"]
     command += ["--offline", "--use_cpu", "--output_dir", str(folder), "--max_steps", str(arguments.max_steps)]
-    command += ["--save_strategy", "no", "--disable_tqdm", "True"]
+    command += ["--eval_steps", "25", "--save_strategy", "no", "--disable_tqdm", "True"]
     command += ["--comm_hook", hook] if hook else []
     print(f"{name}: {arguments.max_steps} steps on 2 processes ...", end=" ", flush=True)
     started = time.monotonic()
