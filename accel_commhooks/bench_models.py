@@ -89,7 +89,7 @@ def shape_for(parameters: int) -> tuple[int, int]:
         return (VOCABULARY + POSITIONS) * width + layers * (12 * width**2 + 13 * width) + 2 * width
 
     candidates = [(width, layers) for width in range(64, 8192, 64) for layers in range(2, 97)]
-    close = [c for c in candidates if abs(count(*c) - parameters) <= 0.03 * parameters]
+    close = [c for c in candidates if abs(count(*c) - parameters) <= 0.05 * parameters]
     if close:
         return min(close, key=lambda c: abs(c[0] / c[1] - 64))
     return min(candidates, key=lambda c: abs(count(*c) - parameters))

@@ -280,6 +280,8 @@ def start_at_once(config: CommHookConfig) -> CommHookConfig:
 def _lowered(values: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
+        if not isinstance(name, str):
+            continue
         if isinstance(value, dict):
             inner = _lowered(value)
             if inner:
