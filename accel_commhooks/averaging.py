@@ -72,6 +72,7 @@ class Exchange:
         # A quarter each: while one slice travels the next is filled, and the backend needs as much again.
         self._slices = slices(tensors, bucket_bytes // 4)
         self._under_way: list[tuple[list[Piece], Pending]] = []
+        self._spare: list[torch.Tensor] = []
 
     def run(self) -> None:
         """Send and receive, with at most two slices in memory."""
@@ -92,7 +93,11 @@ class Exchange:
             self._receive()
 
     def _send(self, pieces: list[Piece]) -> None:
-        flat = torch.cat([self._read(piece) for piece in pieces])
+        parts = [self._read(piece) for piece in pieces]
+        numel = sum(piece.length for piece in pieces)
+        fitting = [spare for spare in self._spare if spare.dtype == parts[0].dtype and spare.numel() == numel]
+        self._spare = []
+        flat = torch.cat(parts, out=fitting[0]) if fitting else torch.cat(parts)
         pending = self._comm.all_reduce(flat, group=self._group, wire_dtype=self._wire_dtype)
         self._under_way.append((pieces, pending))
 
@@ -103,6 +108,7 @@ class Exchange:
         for piece in pieces:
             self._write(piece, flat[offset : offset + piece.length])
             offset += piece.length
+        self._spare.append(flat)
 
 
 def average_in_place(

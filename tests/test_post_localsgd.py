@@ -448,8 +448,8 @@ def _peak(rank, world_size, ours):
 
 def test_extra_memory_is_bounded_by_the_bucket(pool):
     bucket = 16 * 2**20
-    # Slack: pages that the allocators keep, and slices that a backend thread gives up a little late.
-    assert max(pool.run(_peak, 2, True)) <= 1.5 * bucket
+    # Beside the bucket: what the backend receives into, and pages that the allocators keep.
+    assert max(pool.run(_peak, 2, True)) <= 2 * bucket
     assert min(pool.run(_peak, 2, False)) >= 160_000_000, "torch's averager no longer copies the model"
 
 
