@@ -93,7 +93,8 @@ def _world(results: dict[str, dict]) -> list[str]:
     ordered = sorted(results.values(), key=lambda result: result["ranks"])
     return [
         "## Growth with the number of nodes",
-        "Sent by a node in a step, and collectives in a step; *formula* is `accel_commhooks/costs.py`.",
+        "Sent by a node in a step, and collectives in a step; *formula* is `accel_commhooks/costs.py`. The card also carries "
+        "headers and acknowledgements, up to a kilobyte for each message of a ring, which shows when little is sent.",
         _growth_table(ordered, lambda result: f"{result['nodes']} nodes"),
         f"```\n{ordered[0]['command']}\n```",
     ]
@@ -130,8 +131,8 @@ def _convergence(results: dict[str, dict]) -> list[str]:
     return [
         "## Seconds to a target loss",
         f"Fine-tuning a {result['parameters'] / 1e6:.1f}M-parameter model of bytes on text that it has not seen, two nodes at "
-        f"{result['link']}, {seeds} seeds, {result['steps']} steps of {result['batch']} x {result['seq']} a rank. The loss is the "
-        "consensus model's on held-out text; the target is the worst final loss of all runs, so that every run reaches it. "
+        f"{result['link']}, {seeds} seeds, {result['steps']} steps of {result['batch']} x {result['seq']} a rank. The loss "
+        "is the consensus model's on held-out text; the target is the worst final loss of all runs, so that all reach it. "
         "Bands and ranges span the seeds.",
         "![Loss against time and bytes](images/loss.png)",
         convergence.markdown_table(result),

@@ -121,17 +121,16 @@ class SlowLink:
                     "NCCL_SOCKET_IFNAME": CARD,
                     "TP_SOCKET_IFNAME": CARD,
                     "OMP_NUM_THREADS": "1",
+                    "ACCELERATE_USE_CPU": "true",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses without a name are no cause for a warning here
                 }
-                if once_a_node:
-                    variables |= {"ACCELERATE_USE_CPU": "true"}
-                else:
+                if not once_a_node:
                     variables |= {
                         "RANK": str(rank),
                         "WORLD_SIZE": str(world_size),
                         "LOCAL_RANK": str(local_rank),
                         "LOCAL_WORLD_SIZE": str(self.ranks),
                         "GROUP_RANK": str(node),
-                        "ACCELERATE_USE_CPU": "true",
                     }
                 process = subprocess.Popen(
                     ["ip", "netns", "exec", self.namespace(node), *filled],
