@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -41,7 +42,7 @@ class Result:
     def start(cls, bench: Bench, model: torch.nn.Module, topology: Topology) -> Result:
         return cls(
             {
-                "command": " ".join(["python", *sys.argv]).replace(os.getcwd() + os.sep, ""),
+                "command": _command(),
                 "started": time.strftime("%Y-%m-%d %H:%M:%S"),
                 "versions": versions(),
                 "machine": machine(bench.device),
@@ -126,6 +127,13 @@ def read_result(path: str | os.PathLike) -> dict[str, Any]:
     return result
 
 
+def _command() -> str:
+    """What was typed, without the paths of this machine."""
+    program = Path(sys.argv[0])
+    words = ["-m", f"accel_commhooks.{program.stem}"] if program.parent.name == "accel_commhooks" else [program.name]
+    return shlex.join(["python", *words, *sys.argv[1:]])
+
+
 def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -173,7 +181,8 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     table = []
     for entry in result["contenders"]:
         if "s_per_step" not in entry:
-            table.append([entry["label"], entry.get("error", "not measured yet"), *[""] * (len(COLUMNS) - 2)])
+            reason = f"cannot run here: {entry['error']}" if "error" in entry else "not measured"
+            table.append([entry["label"], reason, *[""] * (len(COLUMNS) - 2)])
             continue
         low, high = entry["s_per_step_quartiles"]
         table.append(
@@ -204,10 +213,11 @@ def _bytes(entry: dict[str, Any], scope: str) -> str:
 
 
 def heading(result: dict[str, Any]) -> str:
+    rounds = max((len(entry.get("turns", [])) for entry in result["contenders"]), default=0)
     return (
         f"{result['model']}, {result['parameters'] / 1e6:.1f}M parameters, {result['ranks']} ranks on {result['nodes']} "
         f"node{'s' if result['nodes'] > 1 else ''}, batch {result['batch']} x {result['seq']} a rank; medians of "
-        f"{result['rounds']} interleaved rounds of {result['steps']} steps"
+        f"{rounds} interleaved rounds of {result['steps']} steps"
     )
 
 
@@ -219,7 +229,7 @@ def print_table(result: dict[str, Any]) -> None:
     print("MB are sent by a node in a step; ~ was read from its network devices, all else was counted.\n")
     for index, row in enumerate(table):
         if index in errors:
-            print(f"{row[0]:{widths[0]}}  cannot run here: {row[1]}")
+            print(f"{row[0]:{widths[0]}}  {row[1]}")
         else:
             print("  ".join(f"{cell:{'<' if i == 0 else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip())
 
@@ -227,6 +237,5 @@ def print_table(result: dict[str, Any]) -> None:
 def markdown_table(result: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for row in rows(result):
-        cells = row if row[2] else [row[0], f"cannot run here: {row[1]}", *row[2:]]
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |")
     return "\n".join(lines)

@@ -27,7 +27,10 @@ FIRST_BUCKET, BUCKET = 1 * MiB, 25 * MiB
 """DDP's defaults: a small first bucket, so that communication starts early, and larger ones."""
 
 
-AVERAGING_SLICE = BUCKET_BYTES // 2
+AVERAGING_SLICE = BUCKET_BYTES // 4
+"""What averaging sends at once."""
+GATHER_PIECE = 8 * MiB
+"""What ZeRO gathers at once."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Prediction:
         return Prediction(self.within * factor, self.between * factor, self.collectives * factor)
 
 
-Formula = Callable[[Problem, Any], Prediction]
+Formula = Callable[[Problem, Any], Prediction | None]
 _formulas: dict[str, Formula] = {}
 
 
@@ -259,6 +262,35 @@ def post_localsgd(problem: Problem, options: Any) -> Prediction:
         narrow = problem.elements * _width(problem, options.wrapper or options.wire_dtype)
         cost += _each(problem, everyone, narrow, slices) * (1 / options.period)
     return cost
+
+
+@predicts("zero_overlap")
+def zero_overlap(problem: Problem, options: Any) -> Prediction | None:
+    """A reduce-scatter of the gradients and a gather of the parameters: together what one all-reduce sends.
+
+    On Gloo, where a reduce-scatter is an all-to-all; slices are padded to equal length. With whole parameters to single
+    ranks the cost depends on where they lie, and nothing is predicted.
+    """
+    if not options.shard_buckets:
+        return None
+    width = _width(problem, options.wrapper or options.wire_dtype)
+    gathered = _width(problem, options.wire_dtype)
+    padded = sum(math.ceil(math.prod(shape) / problem.world) * problem.world for _, shape in problem.parameters)
+    cost = all_to_all(problem, padded * width, len(problem.buckets()))
+    cost += all_gather(problem, padded * gathered, _pieces(problem))
+    if options.step == "optimizer":
+        cost += all_reduce(problem, 4 * len(problem.parameters))
+    return cost
+
+
+def _pieces(problem: Problem) -> int:
+    """Gathers of a step: parameters in the model's order, until a piece is full."""
+    pieces, filled = 0, 0
+    for _, shape in problem.parameters:
+        filled += math.prod(shape) * problem.itemsize
+        if filled >= GATHER_PIECE:
+            pieces, filled = pieces + 1, 0
+    return pieces + (filled > 0)
 
 
 # When a hook acts, read from how its options are called.

@@ -91,11 +91,11 @@ def test_cycles_are_read_from_the_options():
     assert costs.cycle(CommHookConfig("post_localsgd", {"period_group_size": {3: 2, 9: 4}}).build_options()) == 9
 
 
-def _count(rank, world_size, text, ranks_per_node):
+def _count(rank, world_size, text, ranks_per_node, vocabulary=1000):
     config = parse_hook(text)
     contender = hook_contender(CommHookConfig(config.name, {**config.options, "ranks_per_node": ranks_per_node}))
     torch.manual_seed(0)
-    model = BenchTransformer(64, 2, vocabulary=1000)
+    model = BenchTransformer(64, 2, vocabulary=vocabulary)
     problem = costs.Problem.of(model, Topology.even(world_size, ranks_per_node))
     trial = contender.build(model)
     batch = {"input_ids": torch.randint(0, 1000, (2, 8))}
@@ -135,6 +135,16 @@ def test_formula_of_averaging_in_levels(pool):
     assert predicted.between > 0
     for index, expected in enumerate((predicted.within, predicted.between)):
         assert sum(measured[index] for measured, _ in answers) / 2 == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["post_localsgd{period: 2}", "zero_overlap", "zero_overlap{step: interleaved}"])
+def test_collectives_of_a_model_that_travels_in_pieces(pool, text):
+    """60 000 x 64 is 15 MB: more than one piece, less than a bucket of DDP's."""
+    if _known(text) is None:
+        pytest.skip(f"{text.partition('{')[0]} is not installed")
+    (measured, predicted), _ = pool.run(_count, 2, text, 1, 60_000)
+    assert measured[1] == pytest.approx(predicted.between, rel=0.05)
+    assert measured[2] == pytest.approx(predicted.collectives)
 
 
 def test_every_hook_of_this_package_has_a_formula():
