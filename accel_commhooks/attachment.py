@@ -118,6 +118,9 @@ class Attachment:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        if type(self.hook).unread is not CommHook.unread:
+            # Trainer calls model.zero_grad(), which walks through all parameters and reads none of them.
+            ddp.zero_grad = self._zero_grad  # type: ignore[method-assign]
         if optimizer is not None:
             self._bind([innermost_optimizer(optimizer)])
 
@@ -163,6 +166,10 @@ class Attachment:
             self.hook.begin_consensus()
             self._consensus_until_forward = True
 
+    def prepare_save(self) -> None:
+        """Gather what is divided among the ranks, so that one rank alone can save. Every rank calls it."""
+        self.hook.prepare_save()
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's hook state: plain values and tensors, by parameter name."""
         return self.hook.state_dict()
@@ -181,6 +188,7 @@ class Attachment:
         self._slot.hook, self._slot.attachment = self._plain, None
         for handle in self._handles:
             handle.remove()
+        self.ddp.__dict__.pop("zero_grad", None)
         if self._backward_watch is not None:
             self._backward_watch.remove()
         self.comm.close()
@@ -208,6 +216,10 @@ class Attachment:
         self.hook.before_forward()
         self._awaiting_step = True
         self._sleep(only_buffers=False)
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        with self.hook.unread():
+            type(self.ddp).zero_grad(self.ddp, set_to_none)
 
     def _sleep(self, *, only_buffers: bool) -> None:
         """Keep DDP from talking in this forward (buffers) and in its backward (gradients, bitmap)."""

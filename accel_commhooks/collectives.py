@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,9 +102,7 @@ class Communicator:
     def _find_topology(self, ranks_per_node: int | None) -> Topology:
         if ranks_per_node is not None:
             return Topology.even(self.size, ranks_per_node)
-        keys: list[str] = [""] * self.size
-        dist.all_gather_object(keys, host_key(), group=self._process_group)
-        return Topology.from_keys(keys)
+        return Topology.from_keys(self.gather_objects(host_key()))
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
         """This rank's group of a partition of the ranks. Every rank calls it, with the same partition."""
@@ -202,13 +201,31 @@ class Communicator:
         work = dist.broadcast(tensor, global_source, group=group.process_group, async_op=True)
         return Pending(tensor, work, self.traffic)
 
+    def reduce(
+        self, tensor: torch.Tensor, destination: int, *, mean: bool = True, wire_dtype: torch.dtype | None = None
+    ) -> Pending:
+        """Sum or mean over everyone on one rank, in place; what the others are left with is undefined."""
+        if self.size == 1:
+            return Pending(tensor, None, self.traffic)
+        if mean:
+            tensor.div_(self.size)
+        buffer = self._narrow(tensor, wire_dtype)
+        self._count("reduce", self.everyone, _nbytes(buffer) * (1 if self.rank != destination else 0))
+        target = dist.get_global_rank(self._process_group, destination)
+        work = dist.reduce(buffer, target, group=self._process_group, async_op=True)
+        finish = None if buffer is tensor else lambda: tensor.copy_(buffer)
+        return Pending(tensor, work, self.traffic, finish, keep=(buffer,))
+
     def agree(self, fine: bool) -> bool:
         """Whether every rank says yes. A host synchronisation: for setup and checkpoints, never for a step."""
-        if self.size == 1:
-            return fine
-        answers: list[bool] = [False] * self.size
-        dist.all_gather_object(answers, fine, group=self._process_group)
-        return all(answers)
+        return all(self.gather_objects(fine))
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Everyone's small Python object, by rank. For setup and checkpoints, never for a step."""
+        gathered: list[Any] = [own] * self.size
+        if self.size > 1:
+            dist.all_gather_object(gathered, own, group=self._process_group)
+        return gathered
 
     def barrier(self) -> None:
         """Wait for everyone; for setup and checkpoints."""

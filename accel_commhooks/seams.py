@@ -117,6 +117,63 @@ def order_callbacks(*, first: Any, last: Any) -> None:
             handler.callbacks = [*others[:1], *front, *others[1:], last]
 
 
+class _GuardedParameters(dict):
+    """A module's parameters, finished one by one when somebody looks. Copies and pickles are plain dicts."""
+
+    def __init__(self, parameters: dict, finish: Callable[[Any], None]):
+        super().__init__(parameters)
+        self._finish = finish
+
+    def __getitem__(self, name):
+        value = super().__getitem__(name)
+        self._finish(value)
+        return value
+
+    def values(self):
+        self._finish_all()
+        return super().values()
+
+    def items(self):
+        self._finish_all()
+        return super().items()
+
+    def _finish_all(self) -> None:
+        for value in super().values():
+            self._finish(value)
+
+    def __reduce__(self):
+        return (dict, (dict(self.items()),))
+
+
+def is_compiled(root: torch.nn.Module) -> bool:
+    """Whether torch.compile has been applied to a module or a part of it (it leaves no public mark)."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        for module in root.modules()
+    )
+
+
+def guard_parameters(root: torch.nn.Module, finish: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """Have ``finish(parameter)`` called whenever a parameter is read from a module; returns what ends that.
+
+    Leans on ``Module._parameters``, through which ``module.weight``, ``parameters()`` and ``state_dict()`` all go. Forward
+    hooks would not do: a module may use a child's weight without calling the child (MultiheadAttention does).
+    """
+    guarded = []
+    for module in root.modules():
+        if module._parameters:
+            guard = _GuardedParameters(module._parameters, lambda p: finish(p) if p is not None else None)
+            module.__dict__["_parameters"] = guard
+            guarded.append((module, guard))
+
+    def end() -> None:
+        for module, guard in guarded:
+            if module.__dict__["_parameters"] is guard:
+                module.__dict__["_parameters"] = dict(dict.items(guard))
+
+    return end
+
+
 def ddp_inside(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper in what ``Accelerator.prepare`` returned (torch.compile puts a module around it)."""
     return next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)

@@ -13,6 +13,7 @@ A hook talks to other ranks only through ``self.comm``. It never reaches into DD
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -101,6 +102,10 @@ class CommHook:
 
     def prepare_save(self) -> None:
         """Collective work that a checkpoint needs before one rank alone writes it."""
+
+    def unread(self) -> contextlib.AbstractContextManager[None]:
+        """Within it somebody walks through the parameters without reading them (zero_grad)."""
+        return contextlib.nullcontext()
 
     def metrics(self) -> dict[str, float]:
         """Figures of the hook's own for the logs; may synchronise with the device."""
