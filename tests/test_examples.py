@@ -113,7 +113,7 @@ def causal_lm(folder: Path, *arguments: str) -> list[str]:
 
 
 def trainer_log(folder: Path) -> list[dict]:
-    return json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
 def accelerate_log(folder: Path) -> list[dict]:
@@ -183,7 +183,7 @@ def test_custom_hook_is_short():
 
 def test_classification(tmp_path):
     launch(classification(tmp_path, "--comm_hook", str(short_config("powersgd", tmp_path))), tmp_path)
-    assert_hook_acted("powersgd", trainer_log(tmp_path))
+    assert_hook_acted("powersgd", trainer_log(tmp_path / "out"))
     assert (tmp_path / "out" / "checkpoint-12" / "comm_hook" / "rank_00001.pt").exists()
     assert (tmp_path / "out" / "eval_results.json").exists()
 
@@ -209,7 +209,7 @@ def test_custom_hook_in_a_script_that_knows_nothing(tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_classification_with(name, tmp_path):
     launch(classification(tmp_path, "--comm_hook", str(short_config(name, tmp_path))), tmp_path)
-    assert_hook_acted(name, trainer_log(tmp_path))
+    assert_hook_acted(name, trainer_log(tmp_path / "out"))
 
 
 @pytest.mark.slow
@@ -264,9 +264,9 @@ def test_classification_goes_on_after_sigterm(tmp_path):
     assert not (tmp_path / "out" / "trainer_state.json").exists(), "it was interrupted before its end"
     text = launch(command, tmp_path)
     assert "starts anew" not in text
-    steps = [row["step"] for row in trainer_log(tmp_path) if "loss" in row]
+    steps = [row["step"] for row in trainer_log(tmp_path / "out") if "loss" in row]
     assert steps == sorted(set(steps)) and steps[-1] == 60
-    runtime = [row for row in trainer_log(tmp_path) if "train_runtime" in row]
+    runtime = [row for row in trainer_log(tmp_path / "out") if "train_runtime" in row]
     assert len(runtime) == 1
 
 
@@ -318,7 +318,7 @@ def test_two_machines_by_hand(name, tmp_path):
     with laboratory.SlowLink(nodes=2, rate="1gbit") as lab:
         assert lab.run(command, environment=environment, timeout=200, output=subprocess.DEVNULL) == 0
         sent = lab.sent()
-    logs = [trainer_log(tmp_path / str(machine)) for machine in range(2)]
+    logs = [trainer_log(tmp_path / str(machine) / "out" / "checkpoint-20") for machine in range(2)]
     finals = [[row for row in log if "eval_accuracy" in row][-1] for log in logs]
     assert finals[0]["eval_accuracy"] == finals[1]["eval_accuracy"]
     assert finals[0]["eval_loss"] == pytest.approx(finals[1]["eval_loss"], rel=1e-5)

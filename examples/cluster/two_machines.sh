@@ -5,7 +5,7 @@
 #   second machine:  bash examples/cluster/two_machines.sh 1 10.0.0.1
 #
 # 10.0.0.1 is an address of the first machine on the network between the two. Started again after an interruption, both go on
-# from their newest checkpoint; without a shared file system each machine needs the checkpoints in its own output folder.
+# from the newest checkpoint, if OUTPUT is on a file system that both of them see.
 set -euo pipefail
 
 if [ "$#" -lt 2 ]; then
