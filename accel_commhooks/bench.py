@@ -14,126 +14,22 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
-from torch.nn.parallel import DistributedDataParallel
 
 from . import bench_models, bench_probes, costs
-from .attachment import Attachment, attach
+from .bench_contenders import STEPS_TO_START, Contender, Trial, make_optimizer, parse_hooks
 from .bench_models import Batch, Workload
-from .bench_report import LIMIT, Result, print_table
-from .config import CommHookConfig
+from .bench_report import Result, print_table
 from .errors import CommHookError, ConfigError
 from .launch import stop
-from .registry import available_hooks
 from .topology import Topology, host_key
-
-PLAIN = "ddp"
-"""The contender that is DDP without any hook."""
-
-
-@dataclass
-class Trial:
-    """A contender at work: a model, its optimizer, and the hook attached to it, if any."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    handle: Attachment | None = None
-    on_step: Callable[[], None] | None = None
-    """Called after the optimizer's step, for averagers and the like."""
-
-    def step(self, batch: Batch) -> torch.Tensor:
-        output = self.model(**batch)
-        loss = output if isinstance(output, torch.Tensor) else output.loss
-        loss.backward()
-        self.optimizer.step()
-        if self.on_step is not None:
-            self.on_step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def drain(self) -> None:
-        if self.handle is not None:
-            self.handle.synchronize()
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Something to measure. ``build`` makes it ready on every rank; what it raises is shown as the reason."""
-
-    label: str
-    build: Callable[[torch.nn.Module], Trial]
-    cycle: int = 1
-    """Steps after which it has done everything it does."""
-    config: CommHookConfig | None = None
-    """For a prediction of its cost."""
-
-
-def make_ddp(model: torch.nn.Module, **arguments: Any) -> DistributedDataParallel:
-    device = next(model.parameters()).device
-    return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device], **arguments)
-
-
-def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-
-def hook_contender(source: CommHookConfig | str, label: str | None = None) -> Contender:
-    """A contender from a hook's name, a path, ``name{option: value}``, a config, or ``ddp``."""
-    if source == PLAIN:
-
-        def build_plain(model: torch.nn.Module) -> Trial:
-            ddp = make_ddp(model)
-            return Trial(ddp, make_optimizer(ddp))
-
-        return Contender(label or PLAIN, build_plain, config=CommHookConfig("allreduce"))
-    config = costs.start_at_once(source if isinstance(source, CommHookConfig) else parse_hook(source))
-
-    def build(model: torch.nn.Module) -> Trial:
-        ddp = make_ddp(model)
-        optimizer = make_optimizer(ddp)
-        return Trial(ddp, optimizer, attach(ddp, config, optimizer=optimizer))
-
-    return Contender(label or _label(source), build, costs.cycle(config.build_options()), config)
-
-
-def parse_hook(text: str) -> CommHookConfig:
-    """A name, a path, or ``name{option: value, ...}``, which is YAML between the braces."""
-    name, brace, rest = text.partition("{")
-    if not brace:
-        return CommHookConfig.load(text, **_consent(text))
-    try:
-        options = yaml.safe_load(brace + rest)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"options of a hook are written name{{option: value, ...}}, but got {text!r}: {' '.join(str(error).split())}"
-        ) from None
-    return CommHookConfig(name.strip(), {**_consent(name.strip()), **options})
-
-
-def _consent(name: str) -> dict[str, bool]:
-    """The speed limit is asked for on purpose here, so nobody needs to be warned that its replicas diverge."""
-    return {"i_know_that_replicas_diverge": True} if name == LIMIT else {}
-
-
-def _label(source: CommHookConfig | str) -> str:
-    if isinstance(source, CommHookConfig):
-        return source.name
-    return Path(source).stem if Path(source).suffix in (".yaml", ".yml", ".json") else source
-
-
-def split_hooks(text: str) -> list[str]:
-    """At commas that are not inside braces."""
-    return [part.strip() for part in re.split(r",(?![^{]*\})", text) if part.strip()]
 
 
 @dataclass
@@ -210,7 +106,7 @@ class Bench:
         trial, error = None, None
         try:
             trial = contender.build(self._make_model())
-            self._steps(trial, costs.STEPS_TO_START + contender.cycle)
+            self._steps(trial, STEPS_TO_START + contender.cycle)
             trial.drain()
         except Exception as problem:
             error = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
@@ -285,17 +181,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps a turn (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each hook (default: %(default)s)")
     parser.add_argument("--output", default="bench.json", help="where the result goes (default: %(default)s)")
-
-
-def parse_hooks(text: str | None) -> list[Contender]:
-    """The contenders of ``--hooks``; all hooks there are when it is left out."""
-    sources = split_hooks(text) if text else [PLAIN, *available_hooks()]
-    contenders = [hook_contender(source) for source in sources]
-    labels = [contender.label for contender in contenders]
-    twice = sorted({label for label in labels if labels.count(label) > 1})
-    if twice:
-        raise ConfigError(f"every contender needs a name of its own, but got {', '.join(twice)} twice")
-    return contenders
 
 
 def open_ranks() -> torch.device:

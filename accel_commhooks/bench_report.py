@@ -24,7 +24,8 @@ from .errors import ConfigError
 from .topology import Topology
 
 if TYPE_CHECKING:
-    from .bench import Bench, Contender
+    from .bench import Bench
+    from .bench_contenders import Contender
     from .costs import Prediction
 
 LIMIT, BASELINE = "noop", "allreduce"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ import torch
 from .averaging import BUCKET_BYTES
 from .config import CommHookConfig
 from .lowrank import rank_for, square_side
-from .options import HookOptions
 from .topology import Topology
 
 MiB = 1024**2
@@ -251,7 +250,7 @@ def post_localsgd(problem: Problem, options: Any) -> Prediction:
         cost += _each(problem, groups, full, slices)
     everyone = [range(problem.world)]
     if options.period_group_size:
-        length = cycle(options)
+        length = math.lcm(*options.period_group_size)
         for step in range(length):
             due = [period for period in options.period_group_size if step % period == 0]
             if due:
@@ -291,51 +290,3 @@ def _pieces(problem: Problem) -> int:
         if filled >= GATHER_PIECE:
             pieces, filled = pieces + 1, 0
     return pieces + (filled > 0)
-
-
-# When a hook acts, read from how its options are called.
-
-STEPS_TO_START = 2
-"""Steps before a hook acts in a measurement: DDP rebuilds its buckets after the first."""
-
-
-def start_at_once(config: CommHookConfig) -> CommHookConfig:
-    """The same hook, acting from the third step on.
-
-    Hooks let a run settle first (``start_powerSGD_iter``, ``start_localSGD_iter``, ``warmup_steps``: a thousand steps by
-    torch's default). What they do then is what is measured, so those options are lowered, and only lowered.
-    """
-    present = {f.name: getattr(config.build_options(), f.name) for f in fields(config.build_options())}
-    return CommHookConfig(config.name, {**config.options, **_lowered(present)})
-
-
-def _lowered(values: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if not isinstance(name, str):
-            continue
-        if isinstance(value, dict):
-            inner = _lowered(value)
-            if inner:
-                found[name] = {**value, **inner}
-        elif (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and _says_when_to_start(name)
-            and value > STEPS_TO_START
-        ):
-            found[name] = STEPS_TO_START
-    return found
-
-
-def _says_when_to_start(name: str) -> bool:
-    return name.startswith("start_") or name == "warmup_steps"
-
-
-def cycle(options: HookOptions) -> int:
-    """Steps after which a hook has done everything it does: a timed window holds whole cycles.
-
-    ``period`` and ``period_group_size`` say so themselves; ``alternate`` takes turns between two steps.
-    """
-    levels = getattr(options, "period_group_size", None) or {getattr(options, "period", 1): None}
-    return math.lcm(*levels, 2 if getattr(options, "alternate", False) else 1)

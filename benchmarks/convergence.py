@@ -23,14 +23,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from accel_commhooks.bench import Contender, Trial, hook_contender, open_ranks, split_hooks
+from accel_commhooks.bench import open_ranks
+from accel_commhooks.bench_contenders import Contender, Trial, hook_contender, split_hooks
 from accel_commhooks.bench_models import Batch, BenchTransformer
 from accel_commhooks.bench_probes import card_bytes
 from accel_commhooks.bench_report import machine, versions, write_json
 
 LEARNED_FIRST = ("json", "logging", "asyncio", "concurrent")
 FINE_TUNED_ON = ("email", "http", "urllib", "xml")
-HOOKS = "allreduce,fp16_compress,powersgd{matrix_approximation_rank: 4},post_localsgd{period: 8, restore_local: true}"
+HOOKS = "allreduce,powersgd{matrix_approximation_rank: 4},post_localsgd{period: 8, restore_local: true}"
 
 
 def read_bytes(packages: tuple[str, ...]) -> torch.Tensor:
@@ -156,7 +157,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hooks", default=HOOKS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--every", type=int, default=8, help="steps between two looks at the loss")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=64)

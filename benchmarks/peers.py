@@ -27,19 +27,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_commhooks import bench_models
-from accel_commhooks.bench import (
-    Bench,
+from accel_commhooks.bench import Bench, add_arguments, open_ranks
+from accel_commhooks.bench_contenders import (
+    STEPS_TO_START,
     Contender,
     Trial,
-    add_arguments,
     hook_contender,
     make_ddp,
     make_optimizer,
-    open_ranks,
     split_hooks,
 )
 from accel_commhooks.bench_report import print_table
-from accel_commhooks.costs import STEPS_TO_START
 
 PERIOD = 8
 RANK = 4
@@ -197,7 +195,7 @@ PEERS = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
-    parser.set_defaults(hooks=OURS, output="peers.json", steps=4, rounds=3)
+    parser.set_defaults(hooks=OURS, output="peers.json", steps=3, rounds=3)
     parsed = parser.parse_args()
     contenders = [*map(hook_contender, split_hooks(parsed.hooks)), *PEERS]
     device = open_ranks()

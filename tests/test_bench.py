@@ -12,7 +12,8 @@ import torch
 
 from accel_commhooks import ConfigError, bench_models
 from accel_commhooks.advise import advise
-from accel_commhooks.bench import Bench, Contender, hook_contender, parse_hook, parse_hooks, split_hooks
+from accel_commhooks.bench import Bench
+from accel_commhooks.bench_contenders import Contender, hook_contender, parse_hook, parse_hooks, split_hooks
 from accel_commhooks.bench_report import markdown_table, print_table, read_result, rows
 from accel_commhooks.cli import main
 from accel_commhooks.plot import plot
@@ -24,8 +25,13 @@ FIGURES = ("s_per_step", "mb_within", "mb_between", "optimizer_state_mb", "peak_
 
 
 def test_hooks_are_split_outside_braces():
-    text = "noop, powersgd{matrix_approximation_rank: 4, alternate: true},configs/x.yaml"
-    assert split_hooks(text) == ["noop", "powersgd{matrix_approximation_rank: 4, alternate: true}", "configs/x.yaml"]
+    hooks = [
+        "noop",
+        "powersgd{matrix_approximation_rank: 4, alternate: true}",
+        "a{b: {c: 1, d: 2}, e: 3}",
+        "configs/x.yaml",
+    ]
+    assert split_hooks(", ".join(hooks)) == hooks
 
 
 def test_inline_options_are_yaml():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from accel_commhooks import CommHookConfig, available_hooks, costs
-from accel_commhooks.bench import hook_contender, parse_hook
+from accel_commhooks.bench_contenders import STEPS_TO_START, cycle, hook_contender, parse_hook, start_at_once
 from accel_commhooks.bench_models import BenchTransformer
 from accel_commhooks.topology import Topology
 
@@ -76,19 +76,19 @@ def test_a_hook_of_somebody_else_brings_its_formula(monkeypatch):
 
 
 def test_hooks_start_at_once_and_only_earlier():
-    late = costs.start_at_once(CommHookConfig("powersgd", {"start_powerSGD_iter": 1000}))
-    early = costs.start_at_once(CommHookConfig("powersgd", {"start_powerSGD_iter": 0}))
+    late = start_at_once(CommHookConfig("powersgd", {"start_powerSGD_iter": 1000}))
+    early = start_at_once(CommHookConfig("powersgd", {"start_powerSGD_iter": 0}))
     torchs = CommHookConfig("torch:powerSGD_hook", {"state_options": {"start_powerSGD_iter": 9, "warm_start": False}})
-    assert late.options["start_powerSGD_iter"] == costs.STEPS_TO_START
+    assert late.options["start_powerSGD_iter"] == STEPS_TO_START
     assert early.options["start_powerSGD_iter"] == 0
-    assert costs.start_at_once(torchs).options["state_options"] == {"start_powerSGD_iter": 2, "warm_start": False}
+    assert start_at_once(torchs).options["state_options"] == {"start_powerSGD_iter": 2, "warm_start": False}
 
 
 def test_cycles_are_read_from_the_options():
-    assert costs.cycle(CommHookConfig("allreduce").build_options()) == 1
-    assert costs.cycle(CommHookConfig("powersgd", {"alternate": True}).build_options()) == 2
-    assert costs.cycle(CommHookConfig("post_localsgd", {"period": 6}).build_options()) == 6
-    assert costs.cycle(CommHookConfig("post_localsgd", {"period_group_size": {3: 2, 9: 4}}).build_options()) == 9
+    assert cycle(CommHookConfig("allreduce").build_options()) == 1
+    assert cycle(CommHookConfig("powersgd", {"alternate": True}).build_options()) == 2
+    assert cycle(CommHookConfig("post_localsgd", {"period": 6}).build_options()) == 6
+    assert cycle(CommHookConfig("post_localsgd", {"period_group_size": {3: 2, 9: 4}}).build_options()) == 9
 
 
 def _count(rank, world_size, text, ranks_per_node, vocabulary=1000):
@@ -99,7 +99,7 @@ def _count(rank, world_size, text, ranks_per_node, vocabulary=1000):
     problem = costs.Problem.of(model, Topology.even(world_size, ranks_per_node))
     trial = contender.build(model)
     batch = {"input_ids": torch.randint(0, 1000, (2, 8))}
-    for _ in range(costs.STEPS_TO_START + contender.cycle):
+    for _ in range(STEPS_TO_START + contender.cycle):
         trial.step(batch)
     traffic = trial.handle.comm.traffic
     before = traffic.scope("within"), traffic.scope("between"), sum(traffic.calls.values())

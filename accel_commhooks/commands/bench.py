@@ -23,6 +23,7 @@ def add_parser(subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from .. import bench
+    from ..bench_contenders import parse_hooks
 
     words = [
         word
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if "RANK" in os.environ:
         return bench.main(words)
-    bench.parse_hooks(arguments.hooks)  # a typo is one message here, before anything is started
+    parse_hooks(arguments.hooks)  # a typo is one message here, before anything is started
     return _run_ranks([sys.executable, "-m", "accel_commhooks.bench", *words], arguments.ranks or _default_ranks())
 
 
