@@ -22,7 +22,7 @@ from pathlib import Path
 import embedded
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import DataLoaderConfiguration, broadcast_object_list, set_seed
 from datasets import DatasetDict, load_dataset
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -68,6 +68,7 @@ def main() -> None:
         log_with=arguments.report_to,
         project_dir=arguments.output_dir,
         kwargs_handlers=[hook] if hook else [],
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     set_seed(arguments.seed)
     if arguments.report_to:
@@ -151,7 +152,9 @@ def batches(accelerator: Accelerator, loader: DataLoader, done: int):
     epoch, skip = divmod(done, len(loader))
     while True:
         loader.set_epoch(epoch)
-        yield from accelerator.skip_first_batches(loader, skip) if skip else loader
+        rest = accelerator.skip_first_batches(loader, skip)
+        rest.set_epoch(epoch)  # it counts epochs of its own
+        yield from rest
         epoch, skip = epoch + 1, 0
 
 

@@ -275,6 +275,7 @@ def test_causal_lm_goes_on_after_sigterm(tmp_path):
     hook = str(short_config("post_localsgd", tmp_path))
     command = causal_lm(tmp_path, "--comm_hook", hook, "--max_steps", "30", "--save_steps", "3")
     interrupt(command, tmp_path, tmp_path / "out" / "step_6")
+    assert list((tmp_path / "out").glob("step_*/comm_hook/rank_00001.pt"))
     text = launch(command, tmp_path)
     resumed = int(re.search(r"resumed from \S*step_(\d+)", text)[1])
     assert 6 <= resumed < 30
