@@ -206,14 +206,14 @@ class Attachment:
             return
         self._close_consensus()
         self._unreduced_backward = False
-        if not ddp.require_backward_grad_sync:
-            self._sleep(only_buffers=True)
-            return
         if self._awaiting_step and all(p.grad is None for p in self.parameters):
             self._finish_step()  # gradients were cleared without a step: a GradScaler skipped it
         if self.hook.needs_optimizer and not self._optimizers:
             self._bind(seams.optimizers_of(self.parameters))
         self.hook.before_forward()
+        if not ddp.require_backward_grad_sync:
+            self._sleep(only_buffers=True)
+            return
         self._awaiting_step = True
         self._sleep(only_buffers=False)
 

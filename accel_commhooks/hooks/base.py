@@ -2,7 +2,7 @@
 
 One optimizer step goes through a hook like this, in the same order on every rank::
 
-    before_forward()            the last forward before a synchronised backward
+    before_forward()            for each micro-batch
     reduce(bucket) ...          once for each DDP bucket, in bucket order, from the thread that runs backward
     before_step(optimizer)      gradients are final: unscaled and clipped
     after_step(optimizer)       parameters are new
@@ -66,7 +66,7 @@ class CommHook:
         return True
 
     def before_forward(self) -> None:
-        """Called before the forward of a synchronised backward."""
+        """Called before each forward that will have a backward, micro-batches under no_sync included."""
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket; the Future's value is what DDP writes into the gradients."""

@@ -108,6 +108,7 @@ class ZeroOverlapHook(CommHook):
         """Inside backward: the gradients to step with, by the parameter's id."""
         self._stepped_in_backward = False
         self._versions: dict[int, int] = {}
+        """Of the gradients as they were delivered, by the parameter's id, until a step used them."""
         self._waited = 0.0
         self._unread = False
 
@@ -143,6 +144,7 @@ class ZeroOverlapHook(CommHook):
                 f"zero_overlap with step: {self.options.step} steps inside backward, but no optimizer holds this model's "
                 "parameters yet; make it before the first backward, or pass attach(..., optimizer=...)"
             )
+        self._make_room_for_more()
         if seams.is_compiled(self.context.module):
             self.synchronize()  # compiled code reads parameters without asking
 
@@ -174,9 +176,24 @@ class ZeroOverlapHook(CommHook):
             self._share_norms(queue)
         for taken in queue:
             taken.deliver()
-        if self.options.step != "optimizer":
-            # DDP writes the gradients in an end-of-backward call that is queued after this one: queue another.
-            seams.at_end_of_backward(lambda: seams.at_end_of_backward(self._note_gradients))
+        # DDP writes the gradients in an end-of-backward call that is queued after this one: queue another.
+        seams.at_end_of_backward(lambda: seams.at_end_of_backward(self._note_gradients))
+
+    def _make_room_for_more(self) -> None:
+        """A backward without a step since the last one adds up: let what is owned count in full, the rest not at all.
+
+        The next mean divides by the number of ranks, and only the owner has the gradient of before. Gradients that were
+        cleared or changed since they were delivered start anew.
+        """
+        for parameter in self.context.names:
+            gradient = parameter.grad
+            if gradient is not None and self._versions.get(id(parameter)) == gradient._version:
+                start, stop = self._ownership.range(parameter)
+                flat = gradient.detach().view(-1)
+                flat[:start].zero_()
+                flat[start:stop].mul_(self.comm.size)
+                flat[stop:].zero_()
+        self._versions = {}
 
     def _share_norms(self, queue: list[_Bucket]) -> None:
         """One small all-reduce a step: every parameter's squared norm over all ranks."""
@@ -216,6 +233,7 @@ class ZeroOverlapHook(CommHook):
             for parameter in parameters:
                 if self._steps_with(parameter):
                     stepped.append(parameter)
+                self._versions.pop(id(parameter), None)
                 shard = self._shards.get(id(parameter))
                 if shard is not None:
                     shard.grad = None
