@@ -129,8 +129,11 @@ def assert_hook_acted(name: str, rows: list[dict]) -> None:
     plain = last["comm_plain_ddp_mb"]
     if hook == "noop":
         assert sent == 0
-    elif hook in ("allreduce", "zero_overlap"):
-        assert sent == pytest.approx(plain, rel=0.05)
+    elif hook == "allreduce":
+        assert sent == pytest.approx(plain, rel=0.01)
+    elif hook == "zero_overlap":
+        assert 0.99 * plain < sent < 1.5 * plain  # a save gathers the optimizer's state as well
+        assert last["comm_optimizer_state_mb"] < 1.1 * plain  # Adam's two moments, divided by two ranks
     else:
         assert 0 < sent < 0.9 * plain
 
