@@ -17,7 +17,7 @@ EPSILON = 1e-3
 OPTIMIZERS = {
     "sgd": lambda g: torch.optim.SGD(g, lr=0.05, momentum=0.9, nesterov=True),
     "adam": lambda g: torch.optim.Adam(g, lr=0.01, amsgrad=True),
-    "adamw_single": lambda g: torch.optim.AdamW(g, lr=0.003, foreach=False),
+    "adamw_single": lambda g: torch.optim.AdamW(g, lr=0.001, foreach=False),
     "adamw_foreach": lambda g: torch.optim.AdamW(g, lr=0.01, foreach=True),
     "adamw_fused": lambda g: torch.optim.AdamW(g, lr=0.01, fused=True),
     "adagrad": lambda g: torch.optim.Adagrad(g, lr=0.01),

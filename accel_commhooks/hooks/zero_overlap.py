@@ -197,9 +197,10 @@ class ZeroOverlapHook(CommHook):
 
     def _share_norms(self, queue: list[_Bucket]) -> None:
         """One small all-reduce a step: every parameter's squared norm over all ranks."""
-        own = torch.stack(
-            [torch.linalg.vector_norm(part.float()) for taken in queue for _, part in taken.parts]
-        ).square()
+        # One number a parameter, so double precision costs nothing, and the reported norm is right to the last digit.
+        parts = [part for taken in queue for _, part in taken.parts]
+        double = torch.float64 if parts[0].device.type != "mps" else torch.float32
+        own = torch.stack([torch.linalg.vector_norm(part, dtype=double) for part in parts]).square()
         total = self.comm.all_reduce(own.clone(), mean=False).wait()
         rest = (total - own).clamp_min(0).sqrt()
         rest = torch.where(torch.isfinite(total), rest, total)
