@@ -276,16 +276,18 @@ def zero_overlap(problem: Problem, options: Any) -> Prediction | None:
     gathered = _width(problem, options.wire_dtype)
     padded = sum(math.ceil(math.prod(shape) / problem.world) * problem.world for _, shape in problem.parameters)
     cost = all_to_all(problem, padded * width, len(problem.buckets()))
-    cost += all_gather(problem, padded * gathered, _pieces(problem))
+    stepped_together = problem.buckets() if options.step == "interleaved" else [list(problem.parameters)]
+    cost += all_gather(problem, padded * gathered, sum(_pieces(problem, part) for part in stepped_together))
     if options.step == "optimizer":
         cost += all_reduce(problem, 4 * len(problem.parameters))
     return cost
 
 
-def _pieces(problem: Problem) -> int:
-    """Gathers of a step: parameters in the model's order, until a piece is full."""
+def _pieces(problem: Problem, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> int:
+    """Gathers for parameters that are stepped together: in the model's order, until a piece is full."""
+    order = {name: index for index, (name, _) in enumerate(problem.parameters)}
     pieces, filled = 0, 0
-    for _, shape in problem.parameters:
+    for _, shape in sorted(parameters, key=lambda parameter: order[parameter[0]]):
         filled += math.prod(shape) * problem.itemsize
         if filled >= GATHER_PIECE:
             pieces, filled = pieces + 1, 0
