@@ -113,7 +113,7 @@ class Attachment:
         self._plain = AllReduceHook(HookOptions(), context)
         self._window = MetricsWindow(self)
         self._handles = [
-            ddp.register_forward_pre_hook(self._before_forward, prepend=True),
+            ddp.register_forward_pre_hook(self.before_forward, prepend=True),
             ddp.register_forward_hook(self._after_forward, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -200,7 +200,8 @@ class Attachment:
 
     # What DDP and the optimizer call.
 
-    def _before_forward(self, ddp: DistributedDataParallel, args: Any) -> None:
+    def before_forward(self, ddp: DistributedDataParallel, args: Any) -> None:
+        """DDP's forward is about to run."""
         if not torch.is_grad_enabled():
             self._sleep(only_buffers=True)
             return

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 def launched_rank() -> int:
     """The rank that the launcher gave this process; 0 outside a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("RANK") or 0)
 
 
 class CommHookError(ValueError):

@@ -62,7 +62,9 @@ class Installation(DDPWatch):
     def found(self, ddp: DistributedDataParallel) -> None:
         def first_forward(module: torch.nn.Module, args: Any) -> None:
             handle.remove()
-            self.attachment(ddp)
+            if attachment_of(ddp) is None:
+                # torch has listed the hooks of this forward already: ours is called by hand this once.
+                attach(ddp, self.config).before_forward(ddp, args)
 
         handle = ddp.register_forward_pre_hook(first_forward, prepend=True)
         accelerator.link_live(self.attachment)
