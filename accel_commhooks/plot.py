@@ -118,15 +118,25 @@ def _time_bars(axes: Any, places: range, entries: list[dict[str, Any]]) -> None:
     values = [entry["s_per_step"] for entry in entries]
     low = [entry["s_per_step"] - entry["s_per_step_quartiles"][0] for entry in entries]
     high = [entry["s_per_step_quartiles"][1] - entry["s_per_step"] for entry in entries]
-    colours = [SKY if e["label"] == LIMIT else ORANGE if e["label"] in (BASELINE, "ddp") else BLUE for e in entries]
+    colours = [_colour(entry) for entry in entries]
     axes.barh(places, values, xerr=(low, high), color=colours, ecolor="#555555", capsize=2)
     for place, value, above in zip(places, values, high, strict=True):
-        axes.annotate(f"{value:.2f}", (value + above, place), xytext=(4, 0), textcoords="offset points", va="center")
+        text = axes.annotate(
+            f"{value:.2f}", (value + above, place), xytext=(4, 0), textcoords="offset points", va="center"
+        )
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     limit = next((entry["s_per_step"] for entry in entries if entry["label"] == LIMIT), None)
     if limit is not None:
         axes.axvline(limit, color="black", linestyle="--", linewidth=1, label="no communication")
         axes.legend(frameon=False, loc="upper right", fontsize=9)
     axes.set_xlabel("seconds a step (bars: medians, lines: quartiles)")
+
+
+def _colour(entry: dict[str, Any]) -> str:
+    """The limit, plain averaging, hooks, and what is not a hook of ours."""
+    if entry["label"] in (LIMIT, BASELINE, "ddp"):
+        return SKY if entry["label"] == LIMIT else ORANGE
+    return BLUE if "hook" in entry else PURPLE
 
 
 def _byte_bars(axes: Any, places: range, entries: list[dict[str, Any]]) -> None:
@@ -188,7 +198,7 @@ def _losses(curves: list[Curve]) -> Any:
         style = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)]}
         for axes, name in zip(panels, ("seconds", "mb"), strict=True):
             _draw_runs(axes, runs, name, _short(label), style)
-    panels[0].set(xlabel="seconds of training", ylabel="training loss")
+    panels[0].set(xlabel="seconds of training", ylabel="loss")
     panels[1].set(xlabel="MB that a node sent")
     if any(max(curve.mb) > 0 for curve in curves):
         panels[1].set_xscale("symlog", linthresh=max(0.1, min(max(c.mb) for c in curves if max(c.mb) > 0) / 10))
