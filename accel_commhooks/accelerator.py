@@ -14,12 +14,12 @@ import torch
 from accelerate import Accelerator
 
 from . import checkpoint, seams
-from .attachment import Attachment, attachment_of
+from .attachment import Attachment, find_attachment
 
 _linked: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
-def link(accelerator: Accelerator, find: Callable[[torch.nn.Module], Attachment | None] | None = None) -> None:
+def link(accelerator: Accelerator, find: Callable[[torch.nn.Module], Attachment | None] = find_attachment) -> None:
     """Save and restore the hooks of this accelerator's models with its checkpoints.
 
     ``find`` gives a prepared model's attachment, and may make it then: ``load_state`` comes before the first forward.
@@ -27,7 +27,6 @@ def link(accelerator: Accelerator, find: Callable[[torch.nn.Module], Attachment 
     if accelerator in _linked:
         return
     _linked.add(accelerator)
-    find = find or _attached
 
     def before_save(models: list[torch.nn.Module], weights: list, folder: str) -> None:
         for index, attachment in _attachments(models, find):
@@ -43,7 +42,7 @@ def link(accelerator: Accelerator, find: Callable[[torch.nn.Module], Attachment 
     accelerator.register_load_state_pre_hook(before_load)
 
 
-def link_live(find: Callable[[torch.nn.Module], Attachment | None] | None = None) -> None:
+def link_live(find: Callable[[torch.nn.Module], Attachment | None] = find_attachment) -> None:
     """Link every Accelerator of this process; called while one of them prepares a model, so it exists."""
     for accelerator in seams.live_objects(Accelerator):
         link(accelerator, find)
@@ -54,8 +53,3 @@ def _attachments(
 ) -> list[tuple[int, Attachment]]:
     found = [(index, find(model)) for index, model in enumerate(models)]
     return [(index, attachment) for index, attachment in found if attachment is not None]
-
-
-def _attached(model: torch.nn.Module) -> Attachment | None:
-    ddp = seams.ddp_inside(model)
-    return attachment_of(ddp) if ddp is not None else None

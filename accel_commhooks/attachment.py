@@ -71,6 +71,18 @@ def attachment_of(model: torch.nn.Module) -> Attachment | None:
     return slot.attachment if slot is not None else None
 
 
+def find_attachment(model: torch.nn.Module) -> Attachment | None:
+    """The attachment of a DDP model, or of the DDP model around or inside this one.
+
+    ``Accelerator`` lists a model as it was before DDP was put around it, and torch.compile puts a module around DDP.
+    """
+    inside = {id(module) for module in model.modules()}
+    for ddp, slot in list(_slots.items()):
+        if slot.attachment is not None and (id(ddp) in inside or ddp.module is model):
+            return slot.attachment
+    return None
+
+
 class Attachment:
     """A hook at work on one DDP model."""
 

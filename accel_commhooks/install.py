@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import accelerator, doctor, seams
+from . import accelerator, doctor
 from .attachment import Attachment, attach, attachment_of
 from .config import CommHookConfig
 
@@ -71,8 +71,8 @@ class Installation(DDPWatch):
 
     def attachment(self, model: torch.nn.Module) -> Attachment | None:
         """The attachment of a model that this installation saw being built, made now if need be."""
-        ddp = seams.ddp_inside(model)
-        if ddp is None or ddp not in self._seen:
+        ddp = next((ddp for ddp in self._seen if ddp in model.modules() or ddp.module is model), None)
+        if ddp is None:
             return None
         return attachment_of(ddp) or attach(ddp, self.config)
 

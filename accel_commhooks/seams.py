@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
@@ -172,8 +171,3 @@ def guard_parameters(root: torch.nn.Module, finish: Callable[[torch.Tensor], Non
                 module.__dict__["_parameters"] = dict(dict.items(guard))
 
     return end
-
-
-def ddp_inside(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper in what ``Accelerator.prepare`` returned (torch.compile puts a module around it)."""
-    return next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)

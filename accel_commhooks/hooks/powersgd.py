@@ -45,7 +45,9 @@ class LowRankOptions(HookOptions):
     matrix_approximation_rank: int = option(
         4, "Rank of the approximation: bytes grow with it.", at_least=1, remedy="use name: allreduce for no compression"
     )
-    start_powerSGD_iter: int = option(10, "Optimizer steps with plain averaging before compression starts.", at_least=0)
+    start_powerSGD_iter: int = option(
+        100, "Optimizer steps with plain averaging before compression starts.", at_least=0
+    )
     min_compression_rate: float = option(2.0, "Matrices that would shrink by less travel uncompressed.", above=0)
     use_error_feedback: bool = option(True, "Add what compression missed to the next gradient.")
     warm_start: bool = option(True, "Start from the factors of the previous step instead of random ones.")
