@@ -42,6 +42,7 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimi
 
 def live_grad_scalers() -> list[torch.amp.GradScaler]:
     """The enabled GradScalers of this process. The scale itself is read by the public ``scaler.scale(ones)``."""
+    gc.collect()  # one that nobody uses any more must not count
     return [scaler for scaler in live_objects(torch.amp.GradScaler) if scaler.is_enabled()]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -46,6 +47,8 @@ def _serve(connection, stack_file: str) -> None:
         connection.send(answer)
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+        del task, function, args, answer
+        gc.collect()
         for name in environment:
             os.environ.pop(name, None)
 
