@@ -201,20 +201,28 @@ class Communicator:
         work = dist.broadcast(tensor, global_source, group=group.process_group, async_op=True)
         return Pending(tensor, work, self.traffic)
 
-    def reduce(
-        self, tensor: torch.Tensor, destination: int, *, mean: bool = True, wire_dtype: torch.dtype | None = None
+    def reduce_to_owners(
+        self, flat: torch.Tensor, sizes: Sequence[int], *, mean: bool = True, wire_dtype: torch.dtype | None = None
     ) -> Pending:
-        """Sum or mean over everyone on one rank, in place; what the others are left with is undefined."""
+        """The sum (or mean) of everyone's ``flat``, of which each rank gets its part: ``sizes[r]`` elements for rank r."""
+        own = flat.new_empty(sizes[self.rank])
         if self.size == 1:
-            return Pending(tensor, None, self.traffic)
+            return Pending(own.copy_(flat), None, self.traffic)
         if mean:
-            tensor.div_(self.size)
-        buffer = self._narrow(tensor, wire_dtype)
-        self._count("reduce", self.everyone, _nbytes(buffer) * (1 if self.rank != destination else 0))
-        target = dist.get_global_rank(self._process_group, destination)
-        work = dist.reduce(buffer, target, group=self._process_group, async_op=True)
-        finish = None if buffer is tensor else lambda: tensor.copy_(buffer)
-        return Pending(tensor, work, self.traffic, finish, keep=(buffer,))
+            flat.div_(self.size)
+        buffer = self._narrow(flat, wire_dtype)
+        received = buffer.new_empty(self.size * own.numel())
+        self.traffic.calls["reduce_to_owners"] += 1
+        for other, size in enumerate(sizes):
+            if other != self.rank:
+                self._count_to("reduce_to_owners", other, size * buffer.element_size())
+        splits = [own.numel()] * self.size
+        work = dist.all_to_all_single(received, buffer, splits, list(sizes), group=self._process_group, async_op=True)
+
+        def finish() -> None:
+            own.copy_(received.view(self.size, -1).sum(0, dtype=own.dtype))
+
+        return Pending(own, work, self.traffic, finish, keep=(buffer, received))
 
     def agree(self, fine: bool) -> bool:
         """Whether every rank says yes. A host synchronisation: for setup and checkpoints, never for a step."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .collectives import Communicator, Pending
+from .collectives import Communicator
 
 Flat = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(parameter, flat tensor of as many elements) pairs."""
@@ -115,22 +115,16 @@ class WholeParameters(Ownership):
         return [(owner, [flat for p, flat in pairs if self._owner[id(p)] == owner]) for owner in owners]
 
     def reduce(self, gradients: Flat) -> Callable[[], list[torch.Tensor]]:
-        mine: list[tuple[Pending, list[int]]] = []
-        others: list[Pending] = []
+        sizes = [0] * self.comm.size
+        ordered = []
         for owner, flats in self._by_owner(gradients):
-            pending = self.comm.reduce(torch.cat(flats), owner, wire_dtype=self._wire_dtype)
-            if owner == self.comm.rank:
-                mine.append((pending, [flat.numel() for flat in flats]))
-            else:
-                others.append(pending)
+            sizes[owner] = sum(flat.numel() for flat in flats)
+            ordered += flats
+        pending = self.comm.reduce_to_owners(torch.cat(ordered), sizes, wire_dtype=self._wire_dtype)
 
         def finish() -> list[torch.Tensor]:
-            for pending in others:
-                pending.wait()
-            parts = [part for pending, sizes in mine for part in pending.wait().split(sizes)]
-            owned = iter(parts)
-            empty = gradients[0][1].new_empty(0)
-            return [next(owned) if _length(self.range(p)) else empty for p, _ in gradients]
+            lengths = [_length(self.range(p)) for p, _ in gradients]
+            return list(pending.wait().split(lengths))
 
         return finish
 

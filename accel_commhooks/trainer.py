@@ -61,6 +61,11 @@ class CommHookCallback(TrainerCallback):
         existing = attachment_of(ddp)
         self._attached_here = existing is None
         self.handle = existing or attach(ddp, self.config, optimizer=kwargs.get("optimizer"))
+        if self.handle.hook.steps_in_backward and args.max_grad_norm:
+            raise CompatibilityError(
+                f"hook '{self.config.name}' steps inside backward as configured, before Trainer can clip with "
+                f"max_grad_norm={args.max_grad_norm}; set step: optimizer, or TrainingArguments(max_grad_norm=0)"
+            )
         if state.global_step > 0:
             self._resume(args, state)
 

@@ -33,7 +33,7 @@ def _make(name, **ddp):
 
 def _acts(rank, world_size, name):
     order = []
-    real = {kind: getattr(dist, kind) for kind in ("all_reduce", "all_to_all_single", "broadcast", "reduce")}
+    real = {kind: getattr(dist, kind) for kind in ("all_reduce", "all_to_all_single", "broadcast")}
 
     def note(kind):
         def call(tensor, *args, **kwargs):

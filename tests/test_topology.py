@@ -76,13 +76,12 @@ def _collectives(rank, world_size, wire):
     comm.all_gather(gathered, own).wait()
     given = torch.full((3,), float(rank))
     comm.broadcast(given, source=1).wait()
-    to_one = torch.full((4,), float(rank))
-    comm.reduce(to_one, 0).wait()
+    to_owners = comm.reduce_to_owners(torch.full((6,), float(rank)), [4, 0, 2]).wait()
     return (
         float((own - mean).abs().max()),
         gathered.tolist(),
         given.tolist(),
-        to_one.tolist() if rank == 0 else None,
+        to_owners.tolist(),
         dict(comm.traffic.sent),
     )
 
@@ -98,5 +97,7 @@ def test_collectives_and_their_counts(pool, wire):
         # Each rank sends two of three chunks of four elements, directly to their owners.
         assert sent["reduce_scatter", "between"] == 2 * 4 * (4 if wire is None else 2)
         assert sent["all_gather", "between"] == 2 * 4 * 4
+    assert [len(r[3]) for r in results] == [4, 0, 2]
     assert results[0][3] == pytest.approx([1.0] * 4, abs=0.01)
+    assert results[1][4]["reduce_to_owners", "between"] == 6 * (4 if wire is None else 2)
     assert sum(r[4].get(("broadcast", "between"), 0) for r in results) == 2 * 3 * 4

@@ -52,6 +52,11 @@ class CommHook:
     needs_optimizer: ClassVar[bool] = False
     """True for a hook that must know the optimizers before the first backward."""
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """True if parameters have moved by the end of backward, when gradients can no longer be clipped."""
+        return False
+
     def __init__(self, options: HookOptions, context: HookContext):
         self.options: Any = options
         self.context = context

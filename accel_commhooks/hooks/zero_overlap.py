@@ -112,6 +112,10 @@ class ZeroOverlapHook(CommHook):
         self._waited = 0.0
         self._unread = False
 
+    @property
+    def steps_in_backward(self) -> bool:
+        return self.options.step != "optimizer"
+
     # Knowing the optimizer.
 
     def bind(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -139,7 +143,7 @@ class ZeroOverlapHook(CommHook):
     # Gradients.
 
     def before_forward(self) -> None:
-        if self.options.step != "optimizer" and not self._optimizers:
+        if self.steps_in_backward and not self._optimizers:
             raise CompatibilityError(
                 f"zero_overlap with step: {self.options.step} steps inside backward, but no optimizer holds this model's "
                 "parameters yet; make it before the first backward, or pass attach(..., optimizer=...)"
@@ -151,7 +155,7 @@ class ZeroOverlapHook(CommHook):
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if not self._queue:
             self.synchronize()  # parameters that the forward did not use
-            if self.options.step != "optimizer" and self.context.loss_scale(bucket.buffer().device) is not None:
+            if self.steps_in_backward and self.context.loss_scale(bucket.buffer().device) is not None:
                 raise CompatibilityError(
                     f"zero_overlap with step: {self.options.step} steps before gradients can be unscaled, but a GradScaler "
                     "is in use; set step: optimizer"
