@@ -8,6 +8,7 @@ forget a communication hook: what stays is a slot that averages as DDP does, and
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,15 +29,27 @@ from .registry import get_hook
 
 
 class _Slot:
-    """What DDP's one communication hook forwards to: an attached hook, or plain averaging."""
+    """What DDP's one communication hook forwards to: an attached hook, or plain averaging.
+
+    DDP's C++ side holds the slot, where the garbage collector cannot see, so the slot must not hold what holds DDP.
+    """
 
     def __init__(self) -> None:
-        self.hook: CommHook | None = None
-        self.attachment: Attachment | None = None
+        self._attachment: weakref.ref[Attachment] | None = None
+        self.plain: CommHook | None = None
+
+    @property
+    def attachment(self) -> Attachment | None:
+        return self._attachment() if self._attachment is not None else None
+
+    @attachment.setter
+    def attachment(self, attachment: Attachment | None) -> None:
+        self._attachment = weakref.ref(attachment) if attachment is not None else None
 
 
 def _forward_to_slot(slot, bucket):  # no annotations: DDP compares them with its own classes
-    return slot.hook.reduce(bucket)
+    attachment = slot.attachment
+    return (attachment.hook if attachment is not None else slot.plain).reduce(bucket)
 
 
 _slots: weakref.WeakKeyDictionary[DistributedDataParallel, _Slot] = weakref.WeakKeyDictionary()
@@ -121,14 +134,13 @@ class Attachment:
         )
         self._slot = self._claim_slot(ddp, config.name)
         self.hook = get_hook(config.name)(options, context)
-        self._slot.hook, self._slot.attachment = self.hook, self
-        self._plain = AllReduceHook(HookOptions(), context)
+        self._slot.attachment = self
+        self._slot.plain = AllReduceHook(HookOptions(), dataclasses.replace(context, loss_scale=lambda device: None))
         self._window = MetricsWindow(self)
         self._handles = [
             ddp.register_forward_pre_hook(self.before_forward, prepend=True),
             ddp.register_forward_hook(self._after_forward, always_call=True),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            *_watch_optimizers(self),
         ]
         if type(self.hook).unread is not CommHook.unread:
             # Trainer calls model.zero_grad(), which walks through all parameters and reads none of them.
@@ -197,7 +209,7 @@ class Attachment:
         self._close_consensus()
         self._wake()
         self.hook.close()
-        self._slot.hook, self._slot.attachment = self._plain, None
+        self._slot.attachment = None
         for handle in self._handles:
             handle.remove()
         self.ddp.__dict__.pop("zero_grad", None)
@@ -259,20 +271,23 @@ class Attachment:
         if type(self.hook).after_unreduced_backward is CommHook.after_unreduced_backward or self._backward_watch:
             return
 
+        reference = weakref.ref(self)  # tensors hold their hooks where the garbage collector cannot see
+
         def first_gradient(_: Any) -> None:
-            if self._unreduced_backward:
-                self._unreduced_backward = False
-                seams.at_end_of_backward(lambda: self.hook.after_unreduced_backward(list(self.parameters)))
+            alive = reference()
+            if alive is not None and alive._unreduced_backward:
+                alive._unreduced_backward = False
+                seams.at_end_of_backward(lambda: alive.hook.after_unreduced_backward(list(alive.parameters)))
 
         self._backward_watch = torch.autograd.graph.register_multi_grad_hook(
             [p for p in self.parameters if p.requires_grad], first_gradient, mode="any"
         )
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours(optimizer):
             self.hook.before_step(optimizer)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours(optimizer):
             self.hook.after_step(optimizer)
             if self._awaiting_step:
@@ -313,6 +328,24 @@ class Attachment:
         if self._grad_scaler is None:
             return None
         return self._grad_scaler.scale(torch.ones((), device=device))
+
+
+def _watch_optimizers(attachment: Attachment) -> list[Any]:
+    """Global step hooks that neither keep the attachment alive nor outlive it."""
+    reference = weakref.ref(attachment)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (alive := reference()) is not None:
+            alive._before_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (alive := reference()) is not None:
+            alive._after_step(optimizer)
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    for handle in handles:
+        weakref.finalize(attachment, handle.remove)
+    return handles
 
 
 def _reduced_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:

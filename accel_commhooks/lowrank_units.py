@@ -51,6 +51,10 @@ class ShapeGroup:
     """The right factor of this step."""
     flags: torch.Tensor
     """[b, 1, 1]: above zero where some rank had a gradient."""
+    errors: list[torch.Tensor]
+    """The residual of each matrix, [n + 1, m]: the last row is where results go that must not be kept."""
+    all_rows: torch.Tensor
+    """0 to n - 1, the rows of a residual."""
     q_kept: torch.Tensor
     """The right factor to start from, kept from step to step."""
     p_kept: torch.Tensor | None
@@ -69,9 +73,8 @@ class Unit:
     left: slice
     small: slice
     right: slice
-    error: torch.Tensor | None
     residuals: list[tuple[str, int, int]]
-    """(parameter, offset, length) of the residuals that are remembered."""
+    """(parameter, offset, length) of the residuals that are remembered, where the gradient has them."""
 
     m: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     pending: list[Waitable] = field(default_factory=list)
@@ -109,6 +112,8 @@ class Unit:
                     p=flat[at_p : at_p + b * n * r].view(b, n, r),
                     q=flat[at_q : at_q + b * m * r].view(b, m, r),
                     flags=flat[at_flag : at_flag + b].view(b, 1, 1),
+                    errors=[torch.zeros(n + 1, m, **make) for _ in same] if keeps_error else [],
+                    all_rows=torch.arange(n, device=like.device),
                     q_kept=torch.zeros(b, m, r, **make),
                     p_kept=torch.zeros(b, n, r, **make) if keeps_p else None,
                 )
@@ -122,7 +127,6 @@ class Unit:
             left=slice(0, size_p),
             small=slice(size_p, size_p + size_small),
             right=slice(size_p + size_small, size_p + size_small + size_q),
-            error=torch.zeros(numel, **make) if keeps_error else None,
             residuals=residuals,
         )
 
@@ -151,9 +155,12 @@ class Unit:
                 yield "q", matrix.name, group.q_kept[index]
                 if group.p_kept is not None:
                     yield "p", matrix.name, group.p_kept[index]
-        if self.error is not None:
-            for name, offset, length in self.residuals:
-                yield "error", name, self.error[offset : offset + length]
+                if group.errors:
+                    end = matrix.offset + matrix.rows * matrix.columns
+                    for name, offset, length in self.residuals:
+                        if matrix.offset <= offset < end:
+                            start = offset - matrix.offset
+                            yield "error", name, group.errors[index].view(-1)[start : start + length]
 
 
 class Memory:

@@ -45,10 +45,10 @@ def _serve(connection, stack_file: str) -> None:
             answer = ("error", traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
+        del task, function, args, answer
+        gc.collect()  # models go before the group they use
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-        del task, function, args, answer
-        gc.collect()
         for name in environment:
             os.environ.pop(name, None)
 

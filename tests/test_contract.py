@@ -1,7 +1,9 @@
 """What every hook must keep, run over available_hooks(): a hook added later is tested on arrival."""
 
 import copy
+import gc
 import io
+import weakref
 from collections import Counter
 
 import pytest
@@ -169,6 +171,23 @@ def test_detach_is_clean(pool, name):
         assert during != before
         assert after == before
         assert steps == 2
+
+
+def _forgotten(rank, world_size, name):
+    """A model that nobody holds any more goes, with everything of ours, although nobody called detach()."""
+    before = len(optimizer_registry._global_optimizer_pre_hooks)
+    ddp, optimizer, handle = _make(name)
+    train(ddp, rank, 3, optimizer=optimizer)
+    handle.synchronize()
+    gone = [weakref.ref(ddp), weakref.ref(handle), weakref.ref(handle.hook)]
+    del ddp, optimizer, handle
+    gc.collect()
+    return [reference() is None for reference in gone], len(optimizer_registry._global_optimizer_pre_hooks) - before
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_nothing_keeps_a_forgotten_model_alive(pool, name):
+    assert pool.run(_forgotten, 2, name) == [([True] * 3, 0)] * 2
 
 
 class HostReads(TorchDispatchMode):

@@ -182,19 +182,16 @@ class LowRankHook(CommHook):
             unit.m.mul_(scale.reciprocal())
         if self.context.finds_unused:
             self._note_used(unit)
-        if unit.error is not None:
-            unit.m.add_(unit.error)
-        self._look.begin(self._compressed_steps)
-        self._look.at_gradient(unit)
         unit.pack_vectors()
         for group in unit.groups:
             if self._sends_q():
                 assert group.p_kept is not None
                 group.p.copy_(self._basis(group.p_kept))
-                self._multiply(unit, group, transposed=True)
             else:
                 group.q.copy_(self._basis(group.q_kept if self.options.warm_start else self._fresh_q(group)))
-                self._multiply(unit, group, transposed=False)
+            self._multiply(unit, group, transposed=self._sends_q(), add_errors=True)
+        self._look.begin(self._compressed_steps)
+        self._look.at_gradient(unit)
         if self.options.alternate:
             self._look.at_factor(unit, "q" if self._sends_q() else "p")
         unit.pending = self._send(unit, unit.right if self._sends_q() else unit.left)
@@ -224,12 +221,13 @@ class LowRankHook(CommHook):
                 left, kept = group.p * used, fine & used
             else:
                 left, kept = group.p, fine
+            # After an overflow every row goes where it does no harm: a conditional copy that does not ask the host.
+            rows = torch.where(fine, group.all_rows, len(group.all_rows))
             for index, matrix in enumerate(group.matrices):
                 view, right = matrix.view(unit.m), group.q[index].t()
-                if unit.error is not None:
+                if group.errors:
                     view.addmm_(left[index], right, alpha=-1)
-                    error = matrix.view(unit.error)
-                    torch.where(fine, view, error, out=error)
+                    group.errors[index].index_copy_(0, rows, view)
                 torch.mm(left[index], right, out=view)
             if not self._sends_q() and group.p_kept is not None:
                 torch.where(kept, group.p, group.p_kept, out=group.p_kept)
@@ -261,21 +259,25 @@ class LowRankHook(CommHook):
     def _random_q(self, key: str, like: torch.Tensor) -> torch.Tensor:
         return random_factor(*like.shape, key=key, seed=self.options.random_seed, like=like)
 
-    def _multiply(self, unit: Unit, group: ShapeGroup, *, transposed: bool) -> None:
-        """P = M Q, or Q = M^T P."""
+    def _multiply(self, unit: Unit, group: ShapeGroup, *, transposed: bool, add_errors: bool = False) -> None:
+        """P = M Q, or Q = M^T P; with ``add_errors``, M = gradient + residual first, while it is in the cache."""
         views = [matrix.view(unit.m) for matrix in group.matrices]
-        if self.options.batch_tensors_with_same_shape and len(views) > 1:
+        batched = self.options.batch_tensors_with_same_shape and len(views) > 1
+        for index, view in enumerate(views):
+            if add_errors and group.errors:
+                view.add_(group.errors[index][:-1])
+            if batched:
+                continue
+            if transposed:
+                group.q[index].copy_(torch.mm(group.p[index].t(), view).t())  # faster than M^T P
+            else:
+                torch.mm(view, group.q[index], out=group.p[index])
+        if batched:
             stacked = torch.stack(views)
             if transposed:
                 torch.bmm(stacked.transpose(1, 2), group.p, out=group.q)
             else:
                 torch.bmm(stacked, group.q, out=group.p)
-            return
-        for index, view in enumerate(views):
-            if transposed:
-                torch.mm(view.t(), group.p[index], out=group.q[index])
-            else:
-                torch.mm(view, group.q[index], out=group.p[index])
 
     def _note_used(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -426,9 +428,9 @@ class BatchedPowerSGDHook(LowRankHook):
     def _deliver(unit: Unit, ordered: list, arrived: list) -> None:
         for (_, offset, length), (_, gradient) in zip(unit.residuals, ordered, strict=True):
             gradient.copy_(unit.m[offset : offset + length].view_as(gradient))
-        if unit.error is not None and unit.residuals:
+        for error in unit.groups[0].errors:
             _, offset, length = unit.residuals[-1]
-            unit.error[offset + length :].zero_()  # the padding of the square is nobody's gradient
+            error.view(-1)[offset + length :].zero_()  # the padding of the square is nobody's gradient
         unit.m = unit.flat
         for bucket, future, _ in arrived:
             future.set_result(bucket.buffer())
@@ -472,8 +474,7 @@ class _Look:
         self._add("captured", (getattr(group, side) for group in unit.groups))
 
     def at_residual(self, unit: Unit) -> None:
-        if unit.error is not None:
-            self._add("residual", [unit.error])
+        self._add("residual", (error[:-1] for group in unit.groups for error in group.errors))
 
     def done(self) -> None:
         if self._active:
