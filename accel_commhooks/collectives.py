@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from .topology import Topology, host_key
 
+PIECE_BYTES = 2**19
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, None: None}
 
 
@@ -61,15 +62,23 @@ class Group:
 class Pending:
     """A collective under way. Keeps its tensors alive; ``wait()`` returns the result and may be called again."""
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | None, traffic: Traffic, finish=None, keep=()):
-        self._result, self._work, self._traffic, self._finish, self._keep = result, work, traffic, finish, keep
+    def __init__(
+        self,
+        result: torch.Tensor,
+        works: Sequence[dist.Work],
+        traffic: Traffic,
+        finish: Callable[[], object] | None = None,
+        keep: Sequence[torch.Tensor] = (),
+    ):
+        self._result, self._works, self._traffic, self._finish, self._keep = result, works, traffic, finish, keep
 
     def wait(self) -> torch.Tensor:
-        if self._work is not None:
+        if self._works:
             start = time.perf_counter()
-            self._work.wait()
+            for work in self._works:
+                work.wait()
             self._traffic.waited += time.perf_counter() - start
-            self._work = None
+            self._works = ()
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -139,14 +148,14 @@ class Communicator:
         """Sum or mean over the group, in place."""
         group = group or self.everyone
         if group.size == 1:
-            return Pending(tensor, None, self.traffic)
+            return Pending(tensor, (), self.traffic)
         if mean:
             tensor.div_(group.size)
         buffer = self._narrow(tensor, wire_dtype)
         self._count("all_reduce", group, 2 * (group.size - 1) * _nbytes(buffer) / group.size)
         work = dist.all_reduce(buffer, group=group.process_group, async_op=True)
         finish = None if buffer is tensor else lambda: tensor.copy_(buffer)
-        return Pending(tensor, work, self.traffic, finish, keep=(buffer,))
+        return Pending(tensor, [work], self.traffic, finish, keep=(buffer,))
 
     def reduce_scatter(
         self,
@@ -160,46 +169,77 @@ class Communicator:
         """``out`` becomes this rank's row of the sum (or mean) of everyone's ``chunks``, of shape [size, n]."""
         group = group or self.everyone
         if group.size == 1:
-            return Pending(out.copy_(chunks.view_as(out)), None, self.traffic)
+            return Pending(out.copy_(chunks.view_as(out)), (), self.traffic)
         if mean:
             chunks.div_(group.size)
         buffer = self._narrow(chunks, wire_dtype)
         if self.backend == "gloo":
-            received = torch.empty_like(buffer)
-            self._count_direct("reduce_scatter", group, _nbytes(buffer) // group.size)
-            work = dist.all_to_all_single(received, buffer, group=group.process_group, async_op=True)
-
-            def finish() -> None:
-                out.copy_(received.view(group.size, -1).sum(0, dtype=out.dtype).view_as(out))
-
-            return Pending(out, work, self.traffic, finish, keep=(buffer, received))
+            return self._reduce_scatter_directly(out, buffer.view(group.size, -1), group)
         self._count("reduce_scatter", group, (group.size - 1) * _nbytes(buffer) / group.size)
         target = out if buffer.dtype == out.dtype else torch.empty_like(out, dtype=buffer.dtype)
         work = dist.reduce_scatter_tensor(target, buffer, group=group.process_group, async_op=True)
         finish_copy = None if target is out else lambda: out.copy_(target)
-        return Pending(out, work, self.traffic, finish_copy, keep=(buffer, target))
+        return Pending(out, [work], self.traffic, finish_copy, keep=(buffer, target))
 
     def all_gather(self, out: torch.Tensor, chunk: torch.Tensor, *, group: Group | None = None) -> Pending:
         """``out`` becomes everyone's ``chunk``, one after the other."""
         group = group or self.everyone
         if group.size == 1:
-            return Pending(out.copy_(chunk.view_as(out)), None, self.traffic)
+            return Pending(out.copy_(chunk.view_as(out)), (), self.traffic)
         self._count("all_gather", group, (group.size - 1) * _nbytes(chunk))
+        if self.backend == "gloo":
+            return self._all_gather_in_pieces(out, chunk.view(-1), group)
         work = _all_gather(out, chunk, group=group.process_group, async_op=True)
-        return Pending(out, work, self.traffic, keep=(chunk,))
+        return Pending(out, [work], self.traffic, keep=(chunk,))
+
+    # Gloo moves a large message in one direction at a time; many small ones under way at once use both directions of a
+    # link. On a shaped 200 Mbit/s link a 14 MB exchange takes 1.17 s in one piece and 0.60 s in pieces of half a megabyte,
+    # against 0.56 s at line rate.
+
+    def _reduce_scatter_directly(self, out: torch.Tensor, rows: torch.Tensor, group: Group) -> Pending:
+        """An all-to-all and a local sum: half of what Gloo's own reduce-scatter sends."""
+        self._count_direct("reduce_scatter", group, _nbytes(rows) // group.size)
+        sent, received = torch.empty_like(rows).view(-1), torch.empty_like(rows).view(-1)
+        pieces, works = [], []
+        for start, piece in _pieces(rows):
+            place = slice(start * group.size, start * group.size + piece.numel())
+            sent[place].view_as(piece).copy_(piece)
+            works.append(dist.all_to_all_single(received[place], sent[place], group=group.process_group, async_op=True))
+            pieces.append((start, received[place].view_as(piece)))
+
+        def finish() -> None:
+            for start, piece in pieces:
+                torch.sum(piece, 0, dtype=out.dtype, out=out.view(-1)[start : start + piece.shape[1]])
+
+        return Pending(out, works, self.traffic, finish, keep=(sent, received))
+
+    def _all_gather_in_pieces(self, out: torch.Tensor, chunk: torch.Tensor, group: Group) -> Pending:
+        rows, received = out.view(group.size, -1), torch.empty_like(out).view(-1)
+        pieces, works = [], []
+        for start, target in _pieces(rows):
+            place = slice(start * group.size, start * group.size + target.numel())
+            own = chunk[start : start + target.shape[1]]
+            works.append(_all_gather(received[place], own, group=group.process_group, async_op=True))
+            pieces.append((target, received[place].view_as(target)))
+
+        def finish() -> None:
+            for target, piece in pieces:
+                target.copy_(piece)
+
+        return Pending(out, works, self.traffic, finish, keep=(chunk, received))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, group: Group | None = None) -> Pending:
         """``tensor`` becomes that of the group's ``source``-th rank."""
         group = group or self.everyone
         if group.size == 1:
-            return Pending(tensor, None, self.traffic)
+            return Pending(tensor, (), self.traffic)
         position = (group.index - source) % group.size
         for child in _binomial_children(position, group.size):
             self._count_to("broadcast", group.ranks[(child + source) % group.size], _nbytes(tensor))
         self.traffic.calls["broadcast"] += 1
         global_source = dist.get_global_rank(self._process_group, group.ranks[source])
         work = dist.broadcast(tensor, global_source, group=group.process_group, async_op=True)
-        return Pending(tensor, work, self.traffic)
+        return Pending(tensor, [work], self.traffic)
 
     def reduce_to_owners(
         self, flat: torch.Tensor, sizes: Sequence[int], *, mean: bool = True, wire_dtype: torch.dtype | None = None
@@ -207,7 +247,7 @@ class Communicator:
         """The sum (or mean) of everyone's ``flat``, of which each rank gets its part: ``sizes[r]`` elements for rank r."""
         own = flat.new_empty(sizes[self.rank])
         if self.size == 1:
-            return Pending(own.copy_(flat), None, self.traffic)
+            return Pending(own.copy_(flat), (), self.traffic)
         if mean:
             flat.div_(self.size)
         buffer = self._narrow(flat, wire_dtype)
@@ -222,7 +262,7 @@ class Communicator:
         def finish() -> None:
             own.copy_(received.view(self.size, -1).sum(0, dtype=own.dtype))
 
-        return Pending(own, work, self.traffic, finish, keep=(buffer, received))
+        return Pending(own, [work], self.traffic, finish, keep=(buffer, received))
 
     def agree(self, fine: bool) -> bool:
         """Whether every rank says yes. A host synchronisation: for setup and checkpoints, never for a step."""
@@ -270,6 +310,13 @@ class Communicator:
         if wire_dtype is None or not tensor.is_floating_point() or tensor.element_size() <= wire_dtype.itemsize:
             return tensor
         return tensor.to(wire_dtype)
+
+
+def _pieces(rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first column, [W, c] view) of pieces whose rows have at most PIECE_BYTES."""
+    length = max(1, PIECE_BYTES // rows.element_size())
+    for start in range(0, rows.shape[1], length):
+        yield start, rows[:, start : start + length]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

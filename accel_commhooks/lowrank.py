@@ -23,22 +23,20 @@ def orthogonalize(columns: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     is ever read back to the host. ``epsilon`` is added to each norm, as in torch.
     """
     _, n, rank = columns.shape
-    largest = columns.abs().amax(dim=1, keepdim=True).clamp_min(_TINY)
-    scaled = columns / largest
-    noise = 8 * torch.finfo(columns.dtype).eps * math.sqrt(n)
-    basis = torch.zeros_like(scaled)
+    rows = columns.transpose(1, 2).contiguous()  # a column is then contiguous, which is several times faster
+    largest = rows.abs().amax(dim=2, keepdim=True).clamp_min(_TINY)
+    rows.div_(largest)
+    least = torch.linalg.vector_norm(rows, dim=2, keepdim=True).mul_(8 * torch.finfo(rows.dtype).eps * math.sqrt(n))
     for i in range(rank):
-        column = scaled[:, :, i : i + 1]
-        before = torch.linalg.vector_norm(column, dim=1, keepdim=True)
+        row, done = rows[:, i : i + 1], rows[:, :i]
         if i > 0:
-            done = basis[:, :, :i]
             for _ in range(2):
-                column = column - done @ (done.transpose(1, 2) @ column)
-        norm = torch.linalg.vector_norm(column, dim=1, keepdim=True)
-        kept = (norm > noise * before) | norm.isnan()  # a NaN must stay visible
-        divisor = norm + epsilon / largest[:, :, i : i + 1] if epsilon else norm
-        basis[:, :, i : i + 1] = torch.where(kept, column / divisor, torch.zeros_like(column))
-    return basis
+                row.baddbmm_(row @ done.transpose(1, 2), done, alpha=-1)
+        norm = torch.linalg.vector_norm(row, dim=2, keepdim=True)
+        divisor = norm + epsilon / largest[:, i : i + 1] if epsilon else norm
+        # What is at most noise becomes zero; a NaN is not, and stays visible.
+        row.mul_(torch.where(norm <= least[:, i : i + 1], 0.0, divisor.reciprocal()))
+    return rows.transpose(1, 2)
 
 
 def rank_for(rows: int, columns: int, rank: int, min_compression_rate: float) -> int:

@@ -1,6 +1,7 @@
 """ZeRO overlap against plain DDP with the same optimizer, and what torch's own hook gets wrong."""
 
 import copy
+import ctypes
 import random
 import time
 
@@ -389,6 +390,7 @@ def _process_memory(rank, world_size, hooked):
     handle = attach(ddp, "zero_overlap", optimizer=optimizer) if hooked else None
 
     def resident():
+        ctypes.CDLL(None).malloc_trim(0)  # pages that the allocator merely keeps are not needed
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) * 1024
 

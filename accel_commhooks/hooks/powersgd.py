@@ -37,7 +37,7 @@ from ..registry import register_hook
 from .base import CommHook, HookContext, State, new_future
 
 logger = logging.getLogger("accel_commhooks")
-SAMPLE_EVERY = 10  # steps between two looks at how well the rank does: each look reads every gradient once more
+SAMPLE_EVERY = 20  # steps between two looks at how well the rank does: each look reads every gradient once more
 
 
 @dataclass(kw_only=True)
