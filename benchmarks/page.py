@@ -20,7 +20,7 @@ POWERSGD, ALTERNATE = (
     "powersgd{matrix_approximation_rank: 4}",
     "powersgd{matrix_approximation_rank: 4, alternate: true}",
 )
-LOCAL, OVERLAPPED = "post_localsgd{period: 8}", "post_localsgd{period: 8, overlap_steps: 4}"
+LOCAL, OVERLAPPED = "post_localsgd{period: 8}", "post_localsgd{period: 8, overlap_steps: 6}"
 ZERO, ZERO_BF16 = "zero_overlap", "zero_overlap{wire_dtype: bf16}"
 TORCH_POWERSGD, TORCH_ZERO = "Accelerate POWER_SGD rank 4, one bucket", "torch ZeRO hook's schedule"
 

@@ -45,7 +45,7 @@ ONE_BUCKET_MB = 10_000
 OURS = (
     "ddp,noop,allreduce,fp16_compress,powersgd{matrix_approximation_rank: 4},"
     "powersgd{matrix_approximation_rank: 4, alternate: true},post_localsgd{period: 8},"
-    "post_localsgd{period: 8, overlap_steps: 4},zero_overlap,zero_overlap{wire_dtype: bf16}"
+    "post_localsgd{period: 8, overlap_steps: 6},zero_overlap,zero_overlap{wire_dtype: bf16}"
 )
 
 

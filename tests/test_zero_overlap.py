@@ -384,35 +384,31 @@ def test_a_rank_holds_its_share_of_the_state(pool, world_size):
 
 
 def _process_memory(rank, world_size, hooked):
-    model = nn.Linear(5000, 4000, bias=False)  # 80 MB; AdamW's state is twice that
-    ddp = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, foreach=False)
-    handle = attach(ddp, "zero_overlap", optimizer=optimizer) if hooked else None
+    """What training has added to the process between two steps."""
 
     def resident():
         ctypes.CDLL(None).malloc_trim(0)  # pages that the allocator merely keeps are not needed
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) * 1024
 
-    def step():
+    before = resident()
+    model = nn.Linear(5000, 4000, bias=False)  # 80 MB; AdamW's state is twice that
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, foreach=False)
+    handle = attach(ddp, "zero_overlap", optimizer=optimizer) if hooked else None
+    for _ in range(3):
         ddp(torch.ones(1, 5000)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         if handle is not None:
             handle.synchronize()
-
-    ddp(torch.ones(1, 5000)).sum().backward()
-    optimizer.zero_grad()
-    before = resident()
-    step()
     return resident() - before
 
 
 def test_the_process_holds_less(pool):
     plain, ours = (pool.run(_process_memory, 2, hooked) for hooked in (False, True))
     whole = 160_000_000
-    assert min(plain) >= 0.9 * whole
-    assert max(plain) - max(ours) >= 0.4 * whole
+    assert min(plain) - max(ours) >= 0.4 * whole  # half of it, but for what else a process does meanwhile
 
 
 def _checkpointed(rank, world_size, folder, part, hooked, options):
