@@ -244,13 +244,13 @@ def test_lora(tmp_path):
 # Interruptions.
 
 
-def interrupt(command: list[str], folder: Path, checkpoint: Path) -> None:
-    """SIGTERM to the launcher as soon as the checkpoint is there."""
+def interrupt(command: list[str], folder: Path, *checkpoint: Path) -> None:
+    """SIGTERM to the launcher as soon as the checkpoint's last files are there."""
     log = folder / "log.txt"
     process = start(["accelerate", "launch", *TWO_PROCESSES, *command], log)
     try:
         deadline = time.monotonic() + 120
-        while not checkpoint.exists():
+        while not all(file.exists() for file in checkpoint):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
@@ -263,7 +263,8 @@ def interrupt(command: list[str], folder: Path, checkpoint: Path) -> None:
 def test_classification_goes_on_after_sigterm(tmp_path):
     hook = str(short_config("powersgd", tmp_path))
     command = classification(tmp_path, "--comm_hook", hook, "--max_steps", "60", "--save_steps", "5")
-    interrupt(command, tmp_path, tmp_path / "out" / "checkpoint-10" / "comm_hook" / "rank_00001.pt")
+    hook_state = tmp_path / "out" / "checkpoint-10" / "comm_hook"
+    interrupt(command, tmp_path, hook_state / "rank_00000.pt", hook_state / "rank_00001.pt")
     assert not (tmp_path / "out" / "trainer_state.json").exists(), "it was interrupted before its end"
     text = launch(command, tmp_path)
     assert "starts anew" not in text

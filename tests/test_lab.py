@@ -50,7 +50,9 @@ def _agrees(entry, scope, world, share=0.03):
         counted, collectives = entry["predicted"][f"mb_{scope}"], entry["predicted"]["collectives"]
     else:
         collectives = entry["collectives"]
-    return counted == 0 or -0.001 <= card - counted <= share * counted + 0.002 * (world - 1) * collectives
+    # A gather, half of a step's bytes, may be on its way at one end of the twelve steps and not at the other.
+    edge = counted / 24 if entry["label"].startswith("zero_overlap") else 0.001
+    return counted == 0 or -edge <= card - counted <= edge + share * counted + 0.002 * (world - 1) * collectives
 
 
 @pytest.mark.slow
