@@ -450,7 +450,7 @@ def test_extra_memory_is_bounded_by_the_bucket(pool):
     bucket = 16 * 2**20
     # Beside the bucket: what the backend receives into, and pages that the allocators keep.
     assert max(pool.run(_peak, 2, True)) <= 2 * bucket
-    assert min(pool.run(_peak, 2, False)) >= 160_000_000, "torch's averager no longer copies the model"
+    assert min(pool.run(_peak, 2, False)) >= 150_000_000, "torch's averager no longer copies the model"
 
 
 def test_slices_cover_everything_once():
