@@ -92,11 +92,6 @@ def read(
     return state
 
 
-def exists(checkpoint: str | os.PathLike, *, index: int = 0) -> bool:
-    """Whether the folder holds hook state at all."""
-    return any(_folder(checkpoint, index).glob("rank_*.pt"))
-
-
 class _Unusable(Exception):
     pass
 

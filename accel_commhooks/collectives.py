@@ -275,10 +275,6 @@ class Communicator:
             dist.all_gather_object(gathered, own, group=self._process_group)
         return gathered
 
-    def barrier(self) -> None:
-        """Wait for everyone; for setup and checkpoints."""
-        self.agree(True)
-
     # Counting.
 
     def plain_all_reduce_bytes(self, nbytes: int) -> dict[str, float]:

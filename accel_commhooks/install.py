@@ -39,9 +39,6 @@ class DDPWatch:
         """The wrapper around a model, the newest if there are several."""
         return next((ddp for ddp in self._seen if ddp.module is model or _unwrapped(ddp.module) is model), None)
 
-    def wrappers(self) -> list[DistributedDataParallel]:
-        return list(self._seen)
-
     def stop(self) -> None:
         self._handle.remove()
 

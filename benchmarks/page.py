@@ -50,7 +50,7 @@ def write_page(root: Path) -> Path:
 
 INTRODUCTION = """# Benchmarks
 
-Everything on this page was measured and written by `make bench` (as root: the laboratory needs network namespaces).
+This page is written by `make bench` (as root: the laboratory needs network namespaces), each section from its last run.
 Measure your own cluster with `accel-commhooks bench`, which makes the same tables; a hook that wins here may lose there.
 
 How to read the tables: contenders take turns in one run, every figure is the median of the rounds, *quartiles* shows how
