@@ -14,3 +14,11 @@ def pool():
     ranks = RankPool()
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def own_pool():
+    """Ranks that only one module uses: for what may not find, or leave, anything in a process."""
+    ranks = RankPool()
+    yield ranks
+    ranks.stop()

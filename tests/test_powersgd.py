@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Net, distance, loss_of, make_ddp, train, weights
-from ranks import RankPool
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
@@ -317,14 +316,6 @@ def test_residuals_follow_the_loss_scale(pool):
     assert distance(stock_growing[0][0], stock_steady[0][0]) > 1e-4, "the stock hook no longer fails: drop this claim"
 
 
-@pytest.fixture(scope="module")
-def doomed_pool():
-    """Ranks of their own for what dies inside backward: such a process is not fit for another test."""
-    ranks = RankPool()
-    yield ranks
-    ranks.stop()
-
-
 def _batched_stock(rank, world_size):
     ddp = make_ddp(Net(WIDTH), bucket_cap_mb=100)
     ddp.register_comm_hook(stock.PowerSGDState(None, start_powerSGD_iter=2), stock.batched_powerSGD_hook)
@@ -335,8 +326,9 @@ def _batched_stock(rank, world_size):
     return "ran"
 
 
-def test_the_stock_batched_hook_fails_at_its_first_compressed_step(doomed_pool):
-    assert "AssertionError" in doomed_pool.run(_batched_stock, 2)[0], "the stock hook no longer fails: drop this claim"
+def test_the_stock_batched_hook_fails_at_its_first_compressed_step(own_pool):
+    # It dies inside backward: such a process is not fit for another test.
+    assert "AssertionError" in own_pool.run(_batched_stock, 2)[0], "the stock hook no longer fails: drop this claim"
 
 
 def _reload_stock(rank, world_size):
@@ -356,8 +348,8 @@ def _reload_stock(rank, world_size):
     return "ran"
 
 
-def test_the_stock_state_does_not_survive_other_buckets(doomed_pool):
-    assert "size" in doomed_pool.run(_reload_stock, 2)[0], "the stock hook no longer fails: drop this claim"
+def test_the_stock_state_does_not_survive_other_buckets(own_pool):
+    assert "size" in own_pool.run(_reload_stock, 2)[0], "the stock hook no longer fails: drop this claim"
 
 
 # Parameters that come and go.

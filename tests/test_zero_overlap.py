@@ -396,17 +396,21 @@ def _process_memory(rank, world_size, hooked):
     ddp = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, foreach=False)
     handle = attach(ddp, "zero_overlap", optimizer=optimizer) if hooked else None
-    for _ in range(3):
+    looks = []
+    for _ in range(6):
         ddp(torch.ones(1, 5000)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         if handle is not None:
             handle.synchronize()
-    return resident() - before
+        time.sleep(0.1)  # the backend's threads let go of their last tensors
+        looks.append(resident() - before)
+    return min(looks[2:])  # what is kept is there at every look
 
 
-def test_the_process_holds_less(pool):
-    plain, ours = (pool.run(_process_memory, 2, hooked) for hooked in (False, True))
+def test_the_process_holds_less(own_pool):
+    # The shared ranks carry what other tests left, and may let go of it meanwhile.
+    plain, ours = (own_pool.run(_process_memory, 2, hooked) for hooked in (False, True))
     whole = 160_000_000
     assert min(plain) - max(ours) >= 0.4 * whole  # half of it, but for what else a process does meanwhile
 
