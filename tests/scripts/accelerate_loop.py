@@ -1,4 +1,8 @@
-"""A plain Accelerate loop that knows nothing of communication hooks; `--handler` and `--clip` are the script's own."""
+"""A plain Accelerate loop that knows nothing of communication hooks.
+
+With `--global_batch` the number of ranks makes no difference but rounding: they divide each batch, nothing looks across its
+rows, and epsilon keeps Adam from making steps of rounding.
+"""
 
 import argparse
 import os
@@ -7,15 +11,16 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, norm=nn.BatchNorm1d):
         super().__init__()
         self.embed = nn.Embedding(50, 64)
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-        self.norm = nn.BatchNorm1d(64)
+        self.norm = norm(64)
         self.head = nn.Linear(64, 50)
 
     def forward(self, tokens):
@@ -25,8 +30,8 @@ class Net(nn.Module):
         return self.head(self.norm(hidden))
 
 
-def make_accelerator():
-    return Accelerator(cpu=True, gradient_accumulation_steps=2)
+def make_accelerator(**options):
+    return Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
 
 
 def main(make_accelerator=make_accelerator):
@@ -36,16 +41,18 @@ def main(make_accelerator=make_accelerator):
     parser.add_argument("--save_at", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--kill_at", type=int, default=0)
+    parser.add_argument("--global_batch", type=int, default=0)
     args = parser.parse_args()
     out = Path(args.out)
 
-    accelerator = make_accelerator()
+    accelerator = make_accelerator(dataloader_config=DataLoaderConfiguration(split_batches=args.global_batch > 0))
     torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
+    model = Net(nn.LayerNorm if args.global_batch else nn.BatchNorm1d)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005, eps=1e-3 if args.global_batch else 1e-8)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
     tokens = torch.randint(0, 50, (2048,), generator=torch.Generator().manual_seed(1))
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens, (tokens * 7 + 3) % 50), batch_size=8)
+    dataset = torch.utils.data.TensorDataset(tokens, (tokens * 7 + 3) % 50)
+    data = torch.utils.data.DataLoader(dataset, batch_size=args.global_batch or 8)
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
 
     done = 0

@@ -12,9 +12,10 @@ class MyAccelerator(Accelerator):
 
 if __name__ == "__main__":
     main(
-        lambda: MyAccelerator(
+        lambda **options: MyAccelerator(
             cpu=True,
             gradient_accumulation_steps=2,
             kwargs_handlers=[CommHookKwargs(bucket_cap_mb=1, static_graph=False)],
+            **options,
         )
     )

@@ -1,4 +1,8 @@
-"""A Trainer script that knows nothing of communication hooks, with Trainer's default arguments where it matters."""
+"""A Trainer script that knows nothing of communication hooks, with Trainer's default arguments where it matters.
+
+With `--global_batch` the number of ranks makes no difference but rounding: they divide each batch, nothing is dropped at
+random, and epsilon keeps Adam from making steps of rounding.
+"""
 
 import argparse
 import os
@@ -31,17 +35,27 @@ def main(callbacks=()):
     parser.add_argument("--save_at", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--kill_at", type=int, default=0)
+    parser.add_argument("--global_batch", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(0)
+    dropout = 0.0 if args.global_batch else 0.1
     config = BertConfig(
-        vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, num_labels=4
+        vocab_size=100,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        num_labels=4,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     training = TrainingArguments(
         output_dir=args.out,
         use_cpu=True,
         max_steps=args.steps,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=args.global_batch // int(os.environ["WORLD_SIZE"]) or 4,
         learning_rate=1e-3,
+        adam_epsilon=1e-3 if args.global_batch else 1e-8,
         logging_steps=2,
         gradient_accumulation_steps=2,
         save_strategy="steps" if args.save_at else "no",
