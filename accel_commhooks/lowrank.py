@@ -1,6 +1,7 @@
 """The low-rank mathematics of PowerSGD (Vogels et al., 2019, arXiv:1905.13727), as pure functions on batches.
 
-Letters are the paper's: M is a gradient matrix [n, m], P [n, r] and Q [m, r] its factors, M ~ P Q^T.
+Letters are the paper's: M is a gradient matrix [n, m], P and Q its factors. Factors are kept lying, P as [r, n] and Q as
+[r, m], so that M ~ P^T Q: a column of the paper's is then contiguous, and products with M are up to twice as fast.
 """
 
 from __future__ import annotations
@@ -14,18 +15,33 @@ import torch
 _TINY = 1e-37
 
 
-def orthogonalize(columns: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
-    """An orthonormal basis of the columns of each matrix of a batch [b, n, r]; columns without a direction become zero.
+def orthogonalize(factors: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
+    """An orthonormal basis of the rows of each matrix of a batch [b, r, n].
 
-    Gram-Schmidt, each column projected twice, which is enough for orthogonality to machine precision (Giraud et al.,
-    2005). Columns are scaled by their largest entry first, so squares neither overflow nor underflow. A column is dropped
-    when less is left of it than rounding can have put there: this covers zero columns, repeated ones and r > n. No value
-    is ever read back to the host. ``epsilon`` is added to each norm, as in torch.
+    Whatever the rows are, the result is finite, and each of its rows has length one or zero. Rows are scaled by their
+    largest entry first, so squares neither overflow nor underflow. A NaN stays visible. No value is read back to the host.
+    ``epsilon`` is added to each norm, as in torch.
     """
-    _, n, rank = columns.shape
-    rows = columns.transpose(1, 2).contiguous()  # a column is then contiguous, which is several times faster
-    largest = rows.abs().amax(dim=2, keepdim=True).clamp_min(_TINY)
-    rows.div_(largest)
+    _, rank, n = factors.shape
+    largest = factors.abs().amax(dim=2, keepdim=True).clamp_min(_TINY)
+    rows = factors / largest
+    if rows.device.type == "cpu" and not epsilon and rank <= n:
+        return householder(rows)
+    return gram_schmidt(rows, epsilon / largest)
+
+
+def householder(rows: torch.Tensor) -> torch.Tensor:
+    """One call to LAPACK, ten times faster than Gram-Schmidt on a CPU. A row without a direction of its own gets any."""
+    return torch.linalg.qr(rows.transpose(1, 2)).Q.transpose(1, 2)
+
+
+def gram_schmidt(rows: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
+    """In place, all matrices at once: few kernels where starting one is what costs. Rows without a direction become zero.
+
+    Each row is projected twice, which is enough for orthogonality to machine precision (Giraud et al., 2005). It is
+    dropped when less is left of it than rounding can have put there: this covers zero rows, repeated ones and r > n.
+    """
+    _, rank, n = rows.shape
     least = torch.linalg.vector_norm(rows, dim=2, keepdim=True).mul_(8 * torch.finfo(rows.dtype).eps * math.sqrt(n))
     for i in range(rank):
         row, done = rows[:, i : i + 1], rows[:, :i]
@@ -33,10 +49,9 @@ def orthogonalize(columns: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
             for _ in range(2):
                 row.baddbmm_(row @ done.transpose(1, 2), done, alpha=-1)
         norm = torch.linalg.vector_norm(row, dim=2, keepdim=True)
-        divisor = norm + epsilon / largest[:, i : i + 1] if epsilon else norm
         # What is at most noise becomes zero; a NaN is not, and stays visible.
-        row.mul_(torch.where(norm <= least[:, i : i + 1], 0.0, divisor.reciprocal()))
-    return rows.transpose(1, 2)
+        row.mul_(torch.where(norm <= least[:, i : i + 1], 0.0, (norm + epsilon[:, i : i + 1]).reciprocal()))
+    return rows
 
 
 def rank_for(rows: int, columns: int, rank: int, min_compression_rate: float) -> int:
@@ -45,10 +60,10 @@ def rank_for(rows: int, columns: int, rank: int, min_compression_rate: float) ->
     return rank if (rows + columns) * rank * min_compression_rate < rows * columns else 0
 
 
-def random_factor(rows: int, rank: int, *, key: str, seed: int, like: torch.Tensor) -> torch.Tensor:
-    """A random [rows, rank] matrix that depends on nothing but its key and seed: the same on every rank."""
+def random_factor(rank: int, n: int, *, key: str, seed: int) -> torch.Tensor:
+    """A random [rank, n] matrix that depends on nothing but its key and seed: the same on every rank."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
-    return torch.randn(rows, rank, generator=generator, dtype=torch.float32).to(like)
+    return torch.randn(rank, n, generator=generator, dtype=torch.float32)
 
 
 def square_side(numel: int) -> int:

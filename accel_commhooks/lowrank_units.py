@@ -21,6 +21,8 @@ import torch
 
 from .hierarchy import Waitable
 
+SPARE = 1e-35  # below what rounding leaves of any gradient that matters, above float32's smallest numbers
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -42,7 +44,7 @@ class Matrix:
 
 @dataclass(eq=False)
 class ShapeGroup:
-    """Matrices of one shape, and their factors: [b, n, r] and [b, m, r]."""
+    """Matrices of one shape, and their factors: [b, r, n] and [b, r, m]."""
 
     matrices: list[Matrix]
     p: torch.Tensor
@@ -59,6 +61,18 @@ class ShapeGroup:
     """The right factor to start from, kept from step to step."""
     p_kept: torch.Tensor | None
     """The left factor to start from, where both take turns."""
+    q_spare: torch.Tensor
+    """Random and so small that only rows of a factor that are zero notice when it is added."""
+    p_spare: torch.Tensor | None
+
+    def start_p(self) -> torch.Tensor:
+        """See :meth:`start_q`."""
+        assert self.p_kept is not None and self.p_spare is not None
+        return self.p_kept + self.p_spare
+
+    def start_q(self) -> torch.Tensor:
+        """The factor to start from. Where the last gradient had too low a rank to leave one, its rows start afresh."""
+        return self.q_kept + self.q_spare
 
 
 @dataclass(eq=False)
@@ -90,10 +104,11 @@ class Unit:
         residuals: list[tuple[str, int, int]],
         *,
         like: torch.Tensor,
+        draw: Callable[[str, int, int], torch.Tensor],
         keeps_p: bool,
         keeps_error: bool,
     ) -> Unit:
-        """Buffers of at least float32, on the device of the gradients."""
+        """Buffers of at least float32, on the device of the gradients; ``draw(key, r, n)`` gives random factors."""
         make: dict[str, Any] = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
         by_shape: dict[tuple[int, int, int], list[Matrix]] = {}
         for matrix in matrices:
@@ -106,16 +121,20 @@ class Unit:
         groups, at_p, at_flag, at_q = [], 0, size_p + size_vectors, size_p + size_small
         for (n, m, r), same in by_shape.items():
             b = len(same)
+            random_q = torch.stack([draw(matrix.name, r, m) for matrix in same]).to(**make)
+            random_p = torch.stack([draw(f"{matrix.name}/p", r, n) for matrix in same]).to(**make) if keeps_p else None
             groups.append(
                 ShapeGroup(
                     matrices=same,
-                    p=flat[at_p : at_p + b * n * r].view(b, n, r),
-                    q=flat[at_q : at_q + b * m * r].view(b, m, r),
+                    p=flat[at_p : at_p + b * n * r].view(b, r, n),
+                    q=flat[at_q : at_q + b * m * r].view(b, r, m),
                     flags=flat[at_flag : at_flag + b].view(b, 1, 1),
                     errors=[torch.zeros(n + 1, m, **make) for _ in same] if keeps_error else [],
                     all_rows=torch.arange(n, device=like.device),
-                    q_kept=torch.zeros(b, m, r, **make),
-                    p_kept=torch.zeros(b, n, r, **make) if keeps_p else None,
+                    q_kept=random_q,
+                    p_kept=None if random_p is None else torch.zeros_like(random_p),
+                    q_spare=random_q * SPARE,
+                    p_spare=None if random_p is None else random_p * SPARE,
                 )
             )
             at_p, at_flag, at_q = at_p + b * n * r, at_flag + b, at_q + b * m * r
@@ -169,14 +188,12 @@ class Memory:
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, torch.Tensor]] = {"q": {}, "p": {}, "error": {}}
 
-    def move_into(self, unit: Unit, first: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        """Fill a new unit with what is known of its parameters, ``first(name, like)`` for a Q that is not."""
+    def move_into(self, unit: Unit) -> None:
+        """Fill a new unit with what is known of its parameters."""
         for kind, name, tensor in unit.remembered():
             old = self._kept[kind].get(name)
             if old is not None and old.numel() == tensor.numel():
                 tensor.copy_(old.reshape(tensor.shape))
-            elif kind == "q":
-                tensor.copy_(first(name, tensor))
             self._kept[kind][name] = tensor
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -93,8 +93,8 @@ def _ours_first_q_then(hook):
                 if (rows + columns) * r * state.min_compression_rate < rows * columns:
                     by_shape.setdefault((rows, columns), []).append((names[id(p)], rows, columns, r))
             ps = [x for same in by_shape.values() for x in same]
-            qs = [random_factor(c, r, key=n, seed=0, like=torch.empty(0)) for n, _, c, r in ps]
-            qs = [orthogonalize(q[None])[0] for q in qs]
+            qs = [random_factor(r, c, key=n, seed=0) for n, _, c, r in ps]
+            qs = [orthogonalize(q[None])[0].t() for q in qs]
             state.p_memory_dict[0] = torch.empty(sum(rows * r for _, rows, _, r in ps))
             state.q_memory_dict[0] = torch.cat([q.reshape(-1) for q in qs])
         return hook(state, bucket)
@@ -247,6 +247,44 @@ def _zero_gradient(rank, world_size, ours):
 def test_a_zero_gradient_is_no_nan(pool):
     assert pool.run(_zero_gradient, 2, False) == [False, False], "the stock hook no longer fails: drop this claim"
     assert pool.run(_zero_gradient, 2, True) == [True, True]
+
+
+class Dimmed(nn.Module):
+    """A layer whose gradient has the rank of its input: none, one, then all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 24, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def _low_rank_for_a_while(rank, world_size, options, lit):
+    """How much of a constant gradient of rank 4 arrives in 40 steps, after steps in which it had a lower rank."""
+    ddp = make_ddp(Dimmed())
+    handle = attach(ddp, "powersgd", matrix_approximation_rank=4, start_powerSGD_iter=0, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    torch.manual_seed(0)
+    left, right = torch.randn(4, 24), torch.randn(4, 32)
+    arrived = torch.zeros(24, 32)
+    for step in range(46):
+        shown = 4 if step >= 6 else lit
+        mask = (torch.arange(4) < shown).float()[:, None]
+        (ddp(right * mask) * left).sum().backward()
+        if step >= 6:
+            arrived += ddp.module.layer.weight.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.metrics()["comm_compression"] > 1
+    return float((arrived / 40 - left.t() @ right).norm() / (left.t() @ right).norm())
+
+
+@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"orthogonalization_epsilon": 1e-12}], ids=str)
+@pytest.mark.parametrize("lit", [0, 1])
+def test_a_gradient_of_low_rank_does_not_cost_the_rank_for_good(pool, options, lit):
+    """A factor that became zero must find a direction again: else what it should send stays in the residual for ever."""
+    assert max(pool.run(_low_rank_for_a_while, 2, options, lit)) < 0.1
 
 
 def _scaled_run(rank, world_size, hook, steps, overflow_at, growth_interval):

@@ -31,13 +31,13 @@ from ..doctor import warn_once
 from ..errors import launched_rank
 from ..hierarchy import NodeReduction, Waitable
 from ..lowrank import orthogonalize, random_factor, rank_for, square_side
+from ..lowrank_look import Look
 from ..lowrank_units import Matrix, Memory, ShapeGroup, Unit
 from ..options import HookOptions, option
 from ..registry import register_hook
 from .base import CommHook, HookContext, State, new_future
 
 logger = logging.getLogger("accel_commhooks")
-SAMPLE_EVERY = 20  # steps between two looks at how well the rank does: each look reads every gradient once more
 
 
 @dataclass(kw_only=True)
@@ -116,7 +116,7 @@ class LowRankHook(CommHook):
         self._plain: list[tuple[torch.futures.Future, Waitable, torch.Tensor]] = []
         self._compressed_steps = 0
         self._compressed_now = False
-        self._look = _Look()
+        self._look = Look()
 
     def enqueue(self, bucket: dist.GradBucket, future: torch.futures.Future) -> None:
         """Take a bucket; append units to the queue, and start those that can be."""
@@ -185,10 +185,9 @@ class LowRankHook(CommHook):
         unit.pack_vectors()
         for group in unit.groups:
             if self._sends_q():
-                assert group.p_kept is not None
-                group.p.copy_(self._basis(group.p_kept))
+                group.p.copy_(self._basis(group.start_p()))
             else:
-                group.q.copy_(self._basis(group.q_kept if self.options.warm_start else self._fresh_q(group)))
+                group.q.copy_(self._basis(group.start_q() if self.options.warm_start else self._fresh_q(group)))
             self._multiply(unit, group, transposed=self._sends_q(), add_errors=True)
         self._look.begin(self._compressed_steps)
         self._look.at_gradient(unit)
@@ -224,11 +223,11 @@ class LowRankHook(CommHook):
             # After an overflow every row goes where it does no harm: a conditional copy that does not ask the host.
             rows = torch.where(fine, group.all_rows, len(group.all_rows))
             for index, matrix in enumerate(group.matrices):
-                view, right = matrix.view(unit.m), group.q[index].t()
+                view, p, q = matrix.view(unit.m), left[index].t(), group.q[index]
                 if group.errors:
-                    view.addmm_(left[index], right, alpha=-1)
+                    view.addmm_(p, q, alpha=-1)
                     group.errors[index].index_copy_(0, rows, view)
-                torch.mm(left[index], right, out=view)
+                torch.mm(p, q, out=view)
             if not self._sends_q() and group.p_kept is not None:
                 torch.where(kept, group.p, group.p_kept, out=group.p_kept)
             else:
@@ -254,13 +253,13 @@ class LowRankHook(CommHook):
 
     def _fresh_q(self, group: ShapeGroup) -> torch.Tensor:
         keys = [f"{matrix.name}/{self._compressed_steps}" for matrix in group.matrices]
-        return torch.stack([self._random_q(key, group.q[index]) for index, key in enumerate(keys)])
+        return torch.stack([self.draw(key, *group.q.shape[1:]) for key in keys]).to(group.q)
 
-    def _random_q(self, key: str, like: torch.Tensor) -> torch.Tensor:
-        return random_factor(*like.shape, key=key, seed=self.options.random_seed, like=like)
+    def draw(self, key: str, rank: int, n: int) -> torch.Tensor:
+        return random_factor(rank, n, key=key, seed=self.options.random_seed)
 
     def _multiply(self, unit: Unit, group: ShapeGroup, *, transposed: bool, add_errors: bool = False) -> None:
-        """P = M Q, or Q = M^T P; with ``add_errors``, M = gradient + residual first, while it is in the cache."""
+        """P = Q M^T, or Q = P M (factors lie); with ``add_errors``, M = gradient + residual first, while it is in the cache."""
         views = [matrix.view(unit.m) for matrix in group.matrices]
         batched = self.options.batch_tensors_with_same_shape and len(views) > 1
         for index, view in enumerate(views):
@@ -269,15 +268,15 @@ class LowRankHook(CommHook):
             if batched:
                 continue
             if transposed:
-                group.q[index].copy_(torch.mm(group.p[index].t(), view).t())  # faster than M^T P
+                torch.mm(group.p[index], view, out=group.q[index])
             else:
-                torch.mm(view, group.q[index], out=group.p[index])
+                torch.mm(group.q[index], view.t(), out=group.p[index])
         if batched:
             stacked = torch.stack(views)
             if transposed:
-                torch.bmm(stacked.transpose(1, 2), group.p, out=group.q)
+                torch.bmm(group.p, stacked, out=group.q)
             else:
-                torch.bmm(stacked, group.q, out=group.p)
+                torch.bmm(group.q, stacked.transpose(1, 2), out=group.p)
 
     def _note_used(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -306,7 +305,7 @@ class LowRankHook(CommHook):
         """The unit of these parameters, made and filled from the memory when it is new."""
         if key not in self._units:
             self._units[key] = build()
-            self._memory.move_into(self._units[key], self._random_q)
+            self._memory.move_into(self._units[key])
         return self._units[key]
 
     def in_math_dtype(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -384,6 +383,7 @@ class PowerSGDHook(LowRankHook):
             vectors,
             [(matrix.name, matrix.offset, matrix.rows * matrix.columns) for matrix in matrices],
             like=buffer,
+            draw=self.draw,
             keeps_p=self.options.alternate,
             keeps_error=self.options.use_error_feedback,
         )
@@ -448,49 +448,7 @@ class BatchedPowerSGDHook(LowRankHook):
             [],
             residuals,
             like=ordered[0][1],
+            draw=self.draw,
             keeps_p=self.options.alternate,
             keeps_error=self.options.use_error_feedback,
         )
-
-
-class _Look:
-    """Every few steps: how large the residual is, and how much of the gradient lies in the factors' span.
-
-    Sums stay on the device until somebody asks. Both figures are of this rank's own gradient.
-    """
-
-    def __init__(self) -> None:
-        self._active = False
-        self._sums: dict[str, torch.Tensor] = {}
-        self._last: dict[str, torch.Tensor] = {}
-
-    def begin(self, compressed_steps: int) -> None:
-        self._active = compressed_steps % SAMPLE_EVERY in (0, 1)  # both sides of an alternating pair
-
-    def at_gradient(self, unit: Unit) -> None:
-        self._add("gradient", (matrix.view(unit.m) for group in unit.groups for matrix in group.matrices))
-
-    def at_factor(self, unit: Unit, side: str) -> None:
-        self._add("captured", (getattr(group, side) for group in unit.groups))
-
-    def at_residual(self, unit: Unit) -> None:
-        self._add("residual", (error[:-1] for group in unit.groups for error in group.errors))
-
-    def done(self) -> None:
-        if self._active:
-            self._last, self._sums, self._active = self._sums, {}, False
-
-    def figures(self) -> dict[str, float]:
-        if "gradient" not in self._last:
-            return {}
-        whole = float(self._last["gradient"]) or 1.0
-        figures = {"captured_energy": float(self._last["captured"]) / whole}
-        if "residual" in self._last:
-            figures["residual_ratio"] = (float(self._last["residual"]) / whole) ** 0.5
-        return figures
-
-    def _add(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
-        if self._active:
-            for tensor in tensors:
-                square = torch.linalg.vector_norm(tensor).square()
-                self._sums[what] = self._sums[what] + square if what in self._sums else square
