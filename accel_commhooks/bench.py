@@ -6,7 +6,8 @@ bench`` for the ranks of one machine.
 Machines are noisy, so the contenders take turns in rounds within one run, and medians and spreads of the rounds are
 reported. Every contender keeps a model of its own. A turn begins with untimed steps, one whole cycle of the hook, so that
 what is under way from the step before is under way at the first timed step as at any other; it ends with ``synchronize``,
-so that nothing runs on into the next contender's turn.
+so that nothing runs on into the next contender's turn. One that is slow takes fewer steps: it mostly waits for the link,
+which scatters little, and a run should end.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from .bench_report import Result, print_table
 from .errors import CommHookError, ConfigError
 from .launch import stop
 from .topology import Topology, host_key
+
+TURN_SECONDS = 5.0
+"""A turn is cut to about so long, but never below one cycle of the hook."""
 
 
 @dataclass
@@ -60,19 +64,21 @@ class Bench:
         del example
         progress = _progress(len(self.contenders) * (self.rounds + 1), rank)
         trials: dict[str, Trial] = {}
+        steps: dict[str, int] = {}
         try:
             for contender in self.contenders:
                 progress.set_description(f"{contender.label}: warm-up")
                 trial, figures = self._prepare(contender)
                 if trial is not None:
                     trials[contender.label] = trial
+                    steps[contender.label] = self._steps_a_turn(contender, figures.pop("seconds"))
                 result.add(contender, figures, costs.predict(contender.config, problem) if contender.config else None)
                 progress.update()
             for turn in range(self.rounds):
                 for contender in self.contenders:
                     if contender.label in trials:
                         progress.set_description(f"{contender.label}: round {turn + 1}")
-                        figures = self._measure(trials[contender.label], contender, topology)
+                        figures = self._measure(trials[contender.label], contender, steps[contender.label], topology)
                         result.add_round(contender.label, figures)
                         self._save(result, rank)
                     progress.update()
@@ -103,26 +109,34 @@ class Bench:
         """Build and warm up, with the memory that takes; or the reason why it cannot."""
         gc.collect()
         memory = bench_probes.PeakMemory(self.device)
-        trial, error = None, None
+        trial, error, seconds = None, None, 0.0
         try:
             trial = contender.build(self._make_model())
-            self._steps(trial, STEPS_TO_START + contender.cycle)
+            self._steps(trial, STEPS_TO_START)
+            start = time.perf_counter()
+            self._steps(trial, contender.cycle)
             trial.drain()
+            seconds = (time.perf_counter() - start) / contender.cycle
         except Exception as problem:
             error = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
         mine = {
             "error": error,
             "peak": memory.read(),
             "state": bench_probes.state_bytes(trial.optimizer) if trial else 0,
+            "seconds": seconds,
         }
         everyone = _gather(mine)
         errors = [answer["error"] for answer in everyone if answer["error"]]
         if errors:
             return None, {"error": errors[0]}
-        return trial, {name: max(answer[name] for answer in everyone) / 1e6 for name in ("peak", "state")}
+        return trial, {name: max(answer[name] for answer in everyone) for name in ("peak", "state", "seconds")}
 
-    def _measure(self, trial: Trial, contender: Contender, topology: Topology) -> dict[str, Any]:
-        steps = contender.cycle * -(-self.steps // contender.cycle)
+    def _steps_a_turn(self, contender: Contender, seconds: float) -> int:
+        """Whole cycles; ``seconds`` is what a step took on the slowest rank, so all ranks come to the same number."""
+        wanted = max(1, min(self.steps, round(TURN_SECONDS / seconds)))
+        return contender.cycle * -(-wanted // contender.cycle)
+
+    def _measure(self, trial: Trial, contender: Contender, steps: int, topology: Topology) -> dict[str, Any]:
         self._steps(trial, contender.cycle)
         _wait_for_device(self.device)
         before = bench_probes.Counters.read(trial.handle)
@@ -178,7 +192,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", default="14M", help="size of the built-in model (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences a rank (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps a turn (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="timed steps a turn, fewer if it is long (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each hook (default: %(default)s)")
     parser.add_argument("--output", default="bench.json", help="where the result goes (default: %(default)s)")
 

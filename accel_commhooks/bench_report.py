@@ -66,7 +66,11 @@ class Result:
         if "error" in prepared:
             entry["error"] = prepared["error"]
         else:
-            entry |= {"optimizer_state_mb": prepared["state"], "peak_memory_mb": prepared["peak"], "turns": []}
+            entry |= {
+                "optimizer_state_mb": prepared["state"] / 1e6,
+                "peak_memory_mb": prepared["peak"] / 1e6,
+                "turns": [],
+            }
         if prediction is not None:
             entry["predicted"] = {
                 "mb_within": prediction.within / 1e6,
@@ -218,7 +222,7 @@ def heading(result: dict[str, Any]) -> str:
     return (
         f"{result['model']}, {result['parameters'] / 1e6:.1f}M parameters, {result['ranks']} ranks on {result['nodes']} "
         f"node{'s' if result['nodes'] > 1 else ''}, batch {result['batch']} x {result['seq']} a rank; medians of "
-        f"{rounds} interleaved rounds of {result['steps']} steps"
+        f"{rounds} interleaved rounds of at most {result['steps']} steps"
     )
 
 

@@ -1,7 +1,7 @@
 """Measures everything that the project says about speed and writes docs/benchmarks.md: what ``make bench`` runs.
 
-``python benchmarks/run_all.py [peers] [loopback] [growth] [convergence] [page]`` measures only some of it again; the page
-is always written anew from the results under benchmarks/results. Needs root for the slow-link laboratory.
+``python benchmarks/run_all.py peers convergence`` measures only some of it again, ``page`` nothing; the page is always
+written anew from the results under benchmarks/results. Needs root for the slow-link laboratory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from page import RESULTS, write_page
+from page import LOCAL, RESULTS, write_page
 from slow_link import why_not
 
 from accel_commhooks.bench_report import write_json
@@ -65,6 +65,12 @@ def peers() -> None:
     run("peers", ["benchmarks/peers.py", "--hooks", known(OURS)], nodes=2, rate=RATE, link=LINK)
 
 
+def longer_steps() -> None:
+    """Averaging a whole model takes the link what it takes: how much that slows a step depends on how long a step is."""
+    words = ["-m", "accel_commhooks.bench", "--batch", "12", "--rounds", "3"]
+    run("peers_longer_steps", [*words, "--hooks", known(f"noop,{LOCAL}")], nodes=2, rate=RATE, link=LINK)
+
+
 def loopback() -> None:
     """Two ranks on one machine: nearly no network, so what compression itself costs is in plain sight."""
     words = ["-m", "accel_commhooks.cli", "bench", "--ranks", "2", "--steps", "4", "--rounds", "3"]
@@ -89,6 +95,7 @@ def convergence() -> None:
 
 SECTIONS: dict[str, Callable[[], None]] = {
     "peers": peers,
+    "longer_steps": longer_steps,
     "loopback": loopback,
     "growth": growth,
     "convergence": convergence,

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +223,26 @@ def test_advice_may_be_to_use_none():
     assert any(line.startswith("Use no hook") for line in advise(noisy))
     with pytest.raises(ConfigError, match="add one to --hooks"):
         advise(_result(_entry("a", 1.0)))
+
+
+def _compare(tmp_path, one, other):
+    for name, ratios in (("one", one), ("other", other)):
+        entries = [_entry(label, seconds) for label, seconds in ratios.items()]
+        (tmp_path / f"{name}.json").write_text(json.dumps(_result(*entries)))
+    script = Path(__file__).parent.parent / "benchmarks" / "compare.py"
+    files = [str(tmp_path / "one.json"), str(tmp_path / "other.json")]
+    done = subprocess.run([sys.executable, str(script), *files], capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+def test_two_runs_are_compared(tmp_path):
+    one = {"noop": 1.0, "a": 2.0, "b": 2.1, "c": 4.0}
+    assert _compare(tmp_path, one, one)[0] == 0
+    assert _compare(tmp_path, one, {**one, "a": 2.12})[0] == 0, "a and b are as good as equal"
+    code, text = _compare(tmp_path, one, {**one, "c": 4.8})
+    assert code == 1 and "largest difference 20.0%, 0 pairs" in text
+    code, text = _compare(tmp_path, one, {**one, "b": 1.5})
+    assert code == 1 and "a was faster than b, then slower" in text
 
 
 def test_pictures_of_results_and_logs(tmp_path, capsys):
