@@ -1,5 +1,6 @@
 """The slow-link laboratory: that it shapes, counts and cleans up, and that hooks count what network cards send."""
 
+import itertools
 import json
 import os
 import signal
@@ -120,6 +121,24 @@ told.write_text(f"{{accelerator.num_processes}} {{os.readlink('/proc/self/ns/net
     told = [(tmp_path / f"rank{rank}").read_text() for rank in range(4)]
     assert all(text.startswith("4 ") for text in told)
     assert told[0] == told[1] != told[2] == told[3]
+
+
+@pytest.mark.slow
+@needs_lab
+@pytest.mark.parametrize("flags", [[], ["--buffers"]], ids=["no buffers", "buffers"])
+def test_the_card_is_silent_during_local_steps(tmp_path, flags):
+    """Under Trainer's default arguments, post-local SGD from step 4 on with period 8: averagings at 5, 13 and 21."""
+    script = Path(__file__).parent / "scripts" / "trainer_at_the_card.py"
+    with SlowLink(2) as lab:
+        assert lab.run([sys.executable, str(script), "--out", str(tmp_path), *flags], timeout=120) == 0
+    for rank in range(2):
+        figures = json.loads((tmp_path / f"figures_{rank}.json").read_text())
+        steps = {name: [b - a for a, b in itertools.pairwise(totals)] for name, totals in figures.items()}
+        assert len(steps["sent"]) == 20
+        for sent, counted in zip(steps["sent"], steps["counted"], strict=True):
+            assert (sent == 0) == (counted == 0) or sent < 100, "but for a look-up of an address"
+        averagings = [step for step, sent in enumerate(steps["sent"], start=2) if sent > 1000]
+        assert averagings == [2, 3, 4, 5, 13, 21]
 
 
 # Cleaning up.
