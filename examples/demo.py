@@ -8,6 +8,7 @@ costs; the megabytes show what it would save on a slow link.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -18,9 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from accel_commhooks.plot import COLOURS, DASHES
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = "plain DDP"
@@ -51,6 +55,13 @@ class Run:
     def megabytes_a_step(self) -> float | None:
         within, between = self.mean("comm_mb_within_node"), self.mean("comm_mb_between_nodes")
         return None if within is None else within + between
+
+    def megabytes_until(self, steps: list[float]) -> list[float]:
+        """Sent by each process up to these steps; a row of the log holds the mean since the row before."""
+        logged, within = self.series("comm_mb_within_node")
+        between = self.series("comm_mb_between_nodes")[1]
+        sent = np.diff(logged, prepend=0) * np.add(within, between)
+        return np.interp(steps, [0, *logged], [0, *np.cumsum(sent)]).tolist()
 
 
 def main() -> None:
@@ -113,13 +124,15 @@ def print_table(runs: list[Run], plain_megabytes: float | None) -> None:
 
 def draw(runs: list[Run], plain_megabytes: float | None, image: Path) -> None:
     figure, (loss, accuracy, traffic) = plt.subplots(1, 3, figsize=(13, 4))
-    for run in runs:
-        megabytes = plain_megabytes if run.name == PLAIN else run.megabytes_a_step
-        loss.plot(*run.series("loss"), label=run.name)
+    for run, colour, dashes in zip(runs, COLOURS, itertools.cycle(DASHES), strict=False):
+        style = {"label": run.name, "color": colour, "linestyle": dashes}
+        loss.plot(*run.series("loss"), **style)
         steps, scores = run.series("eval_accuracy")
-        accuracy.plot(steps, scores, marker="o", label=run.name)
-        if megabytes is not None:
-            traffic.plot([step * megabytes for step in steps], scores, marker="o", label=run.name)
+        accuracy.plot(steps, scores, marker="o", **style)
+        if run.megabytes_a_step is not None:
+            traffic.plot(run.megabytes_until(steps), scores, marker="o", **style)
+        elif run.name == PLAIN and plain_megabytes is not None:
+            traffic.plot([step * plain_megabytes for step in steps], scores, marker="o", **style)
     loss.set(xlabel="step", ylabel="training loss")
     accuracy.set(xlabel="step", ylabel="held-out accuracy")
     traffic.set(xlabel="MB sent by each process", ylabel="held-out accuracy", xscale="log")
