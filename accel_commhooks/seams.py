@@ -113,8 +113,7 @@ def order_callbacks(*, first: Any, last: Any) -> None:
     for handler in live_objects(CallbackHandler):
         if last in handler.callbacks:
             others = [callback for callback in handler.callbacks if callback not in (first, last)]
-            front = [first] if first is not None else []
-            handler.callbacks = [*others[:1], *front, *others[1:], last]
+            handler.callbacks = [*others[:1], first, *others[1:], last]
 
 
 class _GuardedParameters(dict):

@@ -7,6 +7,7 @@ state in Trainer's checkpoints. It only calls what custom loops can call too: se
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class CommHookCallback(TrainerCallback):
         self.handle: Attachment | None = None
         self._watch = DDPWatch()
         self._attached_here = False
-        self._figures = _Figures(self)
+        self._figures = _Figures(lambda: self.handle.metrics() if self.handle is not None else {})
 
     # Events, in Trainer's order.
 
@@ -132,11 +133,12 @@ class ModelAveragingCallback(TrainerCallback):
         self.options = AveragingOptions.build("model averaging", options)
         self.replicas: Replicas | None = None
         self._step = 0
+        self._figures = _Figures(self._metrics)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        seams.order_callbacks(first=None, last=self)
+        seams.order_callbacks(first=self._figures, last=self)
         if args.world_size == 1:
             doctor.single_process("model averaging")
             return
@@ -170,19 +172,6 @@ class ModelAveragingCallback(TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if self.replicas is not None and logs is not None and "loss" in logs:
-            figures = {PREFIX + name: value for name, value in self.replicas.metrics().items()}
-            logs.update(figures)
-            state.log_history[-1].update(figures)
-
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.replicas is not None:
             checkpoint.write(
@@ -197,6 +186,9 @@ class ModelAveragingCallback(TrainerCallback):
     ) -> None:
         if self.replicas is not None:
             self.replicas.synchronize()
+
+    def _metrics(self) -> dict[str, float]:
+        return {PREFIX + name: value for name, value in self.replicas.metrics().items()} if self.replicas else {}
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         assert self.replicas is not None
@@ -217,10 +209,10 @@ class ModelAveragingCallback(TrainerCallback):
 
 
 class _Figures(TrainerCallback):
-    """Adds the hook's figures to the training logs, ahead of the callbacks that report them."""
+    """Adds figures to the training logs, ahead of the callbacks that report them."""
 
-    def __init__(self, owner: CommHookCallback):
-        self._owner = owner
+    def __init__(self, read: Callable[[], dict[str, float]]):
+        self._read = read
 
     def on_log(
         self,
@@ -230,8 +222,8 @@ class _Figures(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self._owner.handle is not None and logs is not None and "loss" in logs:
-            figures = self._owner.handle.metrics()
+        if logs is not None and "loss" in logs:
+            figures = self._read()
             logs.update(figures)
             state.log_history[-1].update(figures)
 

@@ -264,7 +264,7 @@ def test_averaging_callback_runs_after_optimizer_steps(pool, tmp_path):
 def _reported(rank, world_size, folder):
     from transformers import TrainerCallback
 
-    from accel_commhooks.trainer import CommHookCallback
+    from accel_commhooks.trainer import CommHookCallback, ModelAveragingCallback
 
     seen = []
 
@@ -274,7 +274,8 @@ def _reported(rank, world_size, folder):
         def on_log(self, args, state, control, logs=None, **kwargs):
             seen.append(dict(logs))
 
-    trainer = _trainer(folder, [Reporter(), CommHookCallback("powersgd", start_powerSGD_iter=1)], max_steps=3)
+    hook = CommHookCallback("powersgd", start_powerSGD_iter=1)
+    trainer = _trainer(folder, [Reporter(), hook, ModelAveragingCallback(period=2)], max_steps=3)
     trainer.train()
     return [row for row in seen if "loss" in row]
 
@@ -284,4 +285,5 @@ def test_figures_are_there_when_reporters_log(pool, tmp_path):
     assert len(rows) == 3
     for row in rows:
         assert row["comm_plain_ddp_mb"] > 0 and math.isfinite(row["comm_wait_s"])
+        assert row["comm_replica_distance"] >= 0
     assert rows[2]["comm_compression"] > 1.3 * rows[0]["comm_compression"]
