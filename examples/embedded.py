@@ -31,9 +31,7 @@ def hub_is_reachable() -> bool:
         return False
     try:
         huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=3)
-    except (
-        Exception
-    ):  # the HTTP library, and with it the class of its errors, depends on the version of the hub's client
+    except Exception:  # whose error it is depends on the HTTP library, which depends on the hub client's version
         return False
     return True
 

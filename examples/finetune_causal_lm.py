@@ -201,13 +201,15 @@ class Progress:
         self._accelerator.wait_for_everyone()
 
     def resume(self) -> int:
-        """Load the newest checkpoint and return its step; 0 without one."""
+        """Load the newest checkpoint and return its step, 0 without one; what was logged after it will come again."""
         found = self._checkpoints()
-        if not found:
-            return 0
-        self._accelerator.load_state(str(found[-1]))
-        step = _step(found[-1])
-        self._accelerator.print(f"resumed from {found[-1]}")
+        step = _step(found[-1]) if found else 0
+        if found:
+            self._accelerator.load_state(str(found[-1]))
+            self._accelerator.print(f"resumed from {found[-1]}")
+        if self._accelerator.is_main_process and self._log.exists():
+            lines = self._log.read_text().splitlines(keepends=True)
+            self._log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
         return step
 
     def _checkpoints(self) -> list[Path]:
@@ -235,9 +237,10 @@ def load_data(arguments: argparse.Namespace, offline: bool) -> DatasetDict:
     else:
         return embedded.source_text()
     if "test" not in data:
-        data = (
-            DatasetDict(data, test=data["validation"]) if "validation" in data else data["train"].train_test_split(0.1)
-        )
+        if "validation" in data:
+            data["test"] = data["validation"]
+        else:
+            data = data["train"].train_test_split(0.1, seed=0)
     return DatasetDict({split: data[split].select_columns("text") for split in ("train", "test")})
 
 

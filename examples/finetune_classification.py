@@ -35,15 +35,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from accel_commhooks.config import ENVIRONMENT_VARIABLE
 from accel_commhooks.trainer import CommHookCallback
 
+FILE_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json"}
+
 
 @dataclass
-class ScriptArguments:
-    comm_hook: str | None = field(
-        default=None,
-        metadata={
-            "help": f"A hook's name or a YAML file; {ENVIRONMENT_VARIABLE} if not given; plain DDP without both."
-        },
-    )
+class TaskArguments:
     model_name_or_path: str | None = field(default=None, metadata={"help": "A model of the hub, or a folder."})
     dataset_name: str | None = field(default=None, metadata={"help": "A dataset of the hub."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
@@ -55,6 +51,24 @@ class ScriptArguments:
     label_column: str = field(default="label", metadata={"help": "The column with the class."})
     max_length: int = field(default=64, metadata={"help": "Tokens of a text that are used."})
     offline: bool = field(default=False, metadata={"help": "Use nothing from the hub; so it is where none is reached."})
+
+    def __post_init__(self) -> None:
+        if self.train_file and Path(self.train_file).suffix not in FILE_KINDS:
+            raise ValueError(f"train_file must end in one of {', '.join(FILE_KINDS)}, but got {self.train_file!r}")
+        if self.train_file and self.dataset_name:
+            raise ValueError(f"name a dataset or a file, but got {self.dataset_name!r} and {self.train_file!r}")
+        if self.validation_file and not self.train_file:
+            raise ValueError(f"validation_file goes with train_file, but got {self.validation_file!r} alone")
+
+
+@dataclass
+class ScriptArguments(TaskArguments):
+    comm_hook: str | None = field(
+        default=None,
+        metadata={
+            "help": f"A hook's name or a YAML file; {ENVIRONMENT_VARIABLE} if not given; plain DDP without both."
+        },
+    )
 
 
 def main() -> None:
@@ -111,9 +125,9 @@ def main() -> None:
     trainer.save_state()
 
 
-def choose_offline(script: ScriptArguments, training: TrainingArguments) -> bool:
+def choose_offline(task: TaskArguments, training: TrainingArguments) -> bool:
     """Rank 0 looks for the hub and all ranks do as it says: half of them on other data would train nothing."""
-    choice = [script.offline or not embedded.hub_is_reachable()]
+    choice = [task.offline or not embedded.hub_is_reachable()]
     return broadcast_object_list(choice)[0] if training.world_size > 1 else choice[0]
 
 
@@ -124,36 +138,39 @@ def cross_entropy(outputs, labels: torch.Tensor, num_items_in_batch: torch.Tenso
     return torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum") / count
 
 
-def load_data(script: ScriptArguments, offline: bool) -> DatasetDict:
+def load_data(task: TaskArguments, offline: bool) -> DatasetDict:
     """Splits 'train' and 'test' with a 'text' and a 'label' column. What was named is never replaced by something else."""
-    if script.train_file:
-        files = {"train": script.train_file} | ({"test": script.validation_file} if script.validation_file else {})
-        kind = Path(script.train_file).suffix.removeprefix(".")
-        data = load_dataset({"jsonl": "json"}.get(kind, kind), data_files=files)
-    elif script.dataset_name or not offline:
-        data = load_dataset(script.dataset_name or "fancyzhx/ag_news", script.dataset_config_name)
+    if task.train_file:
+        files = {"train": task.train_file} | ({"test": task.validation_file} if task.validation_file else {})
+        data = load_dataset(FILE_KINDS[Path(task.train_file).suffix], data_files=files)
+    elif task.dataset_name or not offline:
+        data = load_dataset(task.dataset_name or "fancyzhx/ag_news", task.dataset_config_name)
     else:
         return embedded.docstring_passages()
-    names = {script.text_column: "text", script.label_column: "label"}
+    names = {task.text_column: "text", task.label_column: "label"}
     data = data.rename_columns({old: new for old, new in names.items() if old != new}).select_columns(["text", "label"])
     if "test" not in data:
-        data = (
-            DatasetDict(data, test=data["validation"]) if "validation" in data else data["train"].train_test_split(0.1)
-        )
+        if "validation" in data:
+            data["test"] = data["validation"]
+        else:
+            data = data["train"].train_test_split(0.1, seed=0)
+    data = DatasetDict({split: data[split] for split in ("train", "test")})
     if not isinstance(data["train"].features["label"], ClassLabel):
-        data = data.class_encode_column("label")
+        # Not class_encode_column: it numbers each split by itself, and a split may lack a class.
+        classes = ClassLabel(names=sorted({str(label) for label in data["train"]["label"]}))
+        data = data.map(lambda row: {"label": classes.str2int(str(row["label"]))}).cast_column("label", classes)
     return data
 
 
-def load_model(script: ScriptArguments, offline: bool, data: DatasetDict, labels: list[str]):
+def load_model(task: TaskArguments, offline: bool, data: DatasetDict, labels: list[str]):
     """The tokenizer and the model that were named; otherwise DistilBERT, or a small ModernBERT from a config."""
     names = {
         "num_labels": len(labels),
         "id2label": dict(enumerate(labels)),
         "label2id": {n: i for i, n in enumerate(labels)},
     }
-    if script.model_name_or_path or not offline:
-        name = script.model_name_or_path or "distilbert/distilbert-base-uncased"
+    if task.model_name_or_path or not offline:
+        name = task.model_name_or_path or "distilbert/distilbert-base-uncased"
         return AutoTokenizer.from_pretrained(name), AutoModelForSequenceClassification.from_pretrained(name, **names)
     tokenizer = embedded.train_tokenizer(data["train"]["text"], vocab_size=4000)
     config = AutoConfig.for_model(
@@ -163,7 +180,7 @@ def load_model(script: ScriptArguments, offline: bool, data: DatasetDict, labels
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=256,
-        max_position_embeddings=script.max_length,
+        max_position_embeddings=task.max_length,
         classifier_pooling="mean",  # learns from scratch at once, where a first token would have to learn to attend first
         pad_token_id=tokenizer.pad_token_id,
         **{f"{kind}_token_id": tokenizer.eos_token_id for kind in ("bos", "eos", "cls", "sep")},
