@@ -3,7 +3,8 @@
 A LoRA gradient is thin already: a pair of r x n and m x r matrices instead of m x n. PowerSGD would send factors of rank 4 of
 matrices of rank 8, which is hardly smaller, so it leaves most of them whole and its bytes are nearly plain DDP's. The
 message is small anyway; what costs time on a slow link is that there is one at every step. Local SGD talks once in
-``period`` steps. The script fine-tunes the same model once for each hook and prints what was sent::
+``period`` steps. The script fine-tunes the same model once for each hook, prints what was sent, and leaves the logs in
+OUTPUT_DIR/HOOK/trainer_state.json::
 
     accelerate launch --config_file configs/accelerate/two_cpu_processes.yaml examples/lora.py --output_dir out/lora --offline
 
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import DatasetDict
-from finetune_classification import ScriptArguments, choose_offline, cross_entropy, load_data, load_model
+from finetune_classification import TaskArguments, choose_offline, cross_entropy, load_data, load_model
 from peft import LoraConfig, get_peft_model
 from transformers import (
     DataCollatorWithPadding,
@@ -45,7 +47,7 @@ class LoraArguments:
 
 
 def main() -> None:
-    parser = HfArgumentParser((ScriptArguments, LoraArguments, TrainingArguments))
+    parser = HfArgumentParser((TaskArguments, LoraArguments, TrainingArguments))
     parser.set_defaults(
         use_cpu=not torch.accelerator.is_available(),
         max_steps=200,
@@ -56,14 +58,14 @@ def main() -> None:
         per_device_train_batch_size=16,
         per_device_eval_batch_size=64,
     )
-    script, lora, training = parser.parse_args_into_dataclasses()
+    task, lora, training = parser.parse_args_into_dataclasses()
     set_seed(training.seed)
-    offline = choose_offline(script, training)
-    data = load_data(script, offline)
+    offline = choose_offline(task, training)
+    data = load_data(task, offline)
     labels = data["train"].features["label"].names
-    tokenizer, base = load_model(script, offline, data, labels)
+    tokenizer, base = load_model(task, offline, data, labels)
     data = data.map(
-        lambda batch: tokenizer(batch["text"], truncation=True, max_length=script.max_length),
+        lambda batch: tokenizer(batch["text"], truncation=True, max_length=task.max_length),
         batched=True,
         remove_columns="text",
     )
@@ -80,7 +82,7 @@ def main() -> None:
             callbacks=callbacks,
         )
 
-    if offline and not script.model_name_or_path:
+    if offline and not task.model_name_or_path:
         half = len(labels) // 2
         make_trainer(base, data.filter(lambda row: row["label"] < half), []).train()
         data = data.filter(lambda row: row["label"] >= half)
@@ -93,6 +95,10 @@ def main() -> None:
         trainer = make_trainer(model, data, [CommHookCallback(hook, **options)])
         trainer.train()
         rows.append((hook, sent(trainer.state.log_history), trainer.evaluate()["eval_accuracy"]))
+        if trainer.is_world_process_zero():
+            folder = Path(training.output_dir) / hook
+            folder.mkdir(parents=True, exist_ok=True)
+            trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
     if trainer.is_world_process_zero():
         print(f"\ngradient of all parameters {megabytes(base):.3f} MB, of adapters and head {megabytes(model):.3f} MB")
