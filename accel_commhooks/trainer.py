@@ -31,7 +31,7 @@ TRAINER_STATE = "trainer_state.json"
 class CommHookCallback(TrainerCallback):
     """``Trainer(..., callbacks=[CommHookCallback("powersgd", matrix_approximation_rank=4)])``.
 
-    The hook is a name, a path to a YAML file or a mapping; nothing reads ``ACCELERATE_COMM_HOOK``.
+    The hook is a name, a path to a YAML file or a mapping; without one, ``ACCELERATE_COMM_HOOK`` says it.
     """
 
     def __init__(self, hook: CommHookConfig | dict | str | os.PathLike | None = None, **options: Any):
