@@ -3,12 +3,13 @@
 :class:`EvenSlices` gives each rank an even slice of every parameter, so any bucket is balanced: gradients are
 reduce-scattered and parameters all-gathered, which together cost what one all-reduce costs. :class:`WholeParameters` gives
 each parameter to one rank, in contiguous blocks of the model: gradients are reduced to the owner and parameters broadcast.
-Both belong to parameters, never to buckets, so they survive when DDP rebuilds its buckets.
+Both belong to parameters, never to buckets, so they survive when DDP rebuilds its buckets. :class:`Shards` are the owned
+parts, in a form that an optimizer can step with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -140,6 +141,76 @@ class WholeParameters(Ownership):
                     flat.copy_(part)
 
         return finish
+
+
+class Shards:
+    """Of each parameter the owned part as a parameter of its own: a view, or a master copy where the wire is narrow."""
+
+    def __init__(self, ownership: Ownership, names: dict[torch.Tensor, str], wire_dtype: torch.dtype | None):
+        self.ownership, self._names, self._wire_dtype = ownership, names, wire_dtype
+        self._known = {id(p) for p in names}
+        self._shards: dict[int, torch.nn.Parameter] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._known
+
+    def dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """The type in which the optimizer steps."""
+        if self._wire_dtype is None:
+            return parameter.dtype
+        return torch.promote_types(parameter.dtype, torch.float32)
+
+    def get(self, parameter: torch.Tensor) -> torch.nn.Parameter | None:
+        """As the last step left it."""
+        return self._shards.get(id(parameter))
+
+    @torch.no_grad()
+    def refresh(self, parameter: torch.Tensor) -> torch.nn.Parameter:
+        """The shard, after whatever else may have happened to the parameter: new storage, weights that were loaded."""
+        start, stop = self.ownership.range(parameter)
+        own = parameter.detach().view(-1)[start:stop]
+        data = own if self._wire_dtype is None else self._master(parameter, own)
+        shard = self._shards.get(id(parameter))
+        if shard is None:
+            shard = self._shards[id(parameter)] = torch.nn.Parameter(data)
+        shard.data = data
+        return shard
+
+    def _master(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The master copy where the parameter is its rounding; where it is not, somebody wrote the parameter."""
+        shard = self._shards.get(id(parameter))
+        master = shard.detach() if shard is not None else self._loaded.pop(self._names[parameter], None)
+        written = own.to(dtype=self.dtype(parameter), copy=True)
+        if master is None or master.shape != own.shape:
+            return written
+        master = master.to(written)
+        rounded = master.to(own.dtype).to(self._wire_dtype).to(own.dtype)
+        return torch.where(own == rounded, master, written)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's masters, by name."""
+        if self._wire_dtype is None:
+            return dict(self._loaded)
+        kept = {name: self._shards[id(p)] for p, name in self._names.items() if id(p) in self._shards}
+        return {**self._loaded, **{name: shard.detach().clone() for name, shard in kept.items()}}
+
+    def load_state_dict(self, masters: dict[str, torch.Tensor]) -> None:
+        self._loaded = dict(masters)
+        self._shards.clear()
+
+    def merge(self, of_all_ranks: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Masters of all ranks of another run, put together and cut anew."""
+        parts: dict[str, list[torch.Tensor]] = {}
+        for masters in of_all_ranks:
+            for name, part in masters.items():
+                parts.setdefault(name, []).append(part)
+        merged = {}
+        for parameter, name in self._names.items():
+            if name in parts:
+                start, stop = self.ownership.range(parameter)
+                merged[name] = torch.cat(parts[name])[start:stop].clone()
+        return merged
 
 
 def _length(bounds: tuple[int, int]) -> int:

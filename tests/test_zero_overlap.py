@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import Net, distance, loss_of, make_ddp, train, two_groups, weights
 from torch import nn
 
-from accel_commhooks import CompatibilityError, attach
+from accel_commhooks import CompatibilityError, attach, seams
 
 # Attention's key bias has no gradient but rounding; Adam would make full steps of it.
 EPSILON = 1e-3
@@ -206,11 +206,11 @@ def test_groups_added_later(pool):
     assert max(pool.run(_later_group, 2)) <= 1e-6
 
 
-def _accumulated_by_hand(rank, world_size, set_to_none):
+def _accumulated_by_hand(rank, world_size, cleared, views):
     """Several synchronised backwards before a step, without no_sync: wasteful, and common."""
     runs = []
     for hooked in (False, True):
-        ddp = make_ddp()
+        ddp = make_ddp(gradient_as_bucket_view=views)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         if hooked:
             attach(ddp, "zero_overlap", optimizer=optimizer)
@@ -219,14 +219,186 @@ def _accumulated_by_hand(rank, world_size, set_to_none):
                 loss_of(ddp, rank, 3 * step + micro).backward()
             nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
+            if cleared != "never":
+                optimizer.zero_grad(set_to_none=cleared == "to none")
         runs.append(weights(ddp))
     return distance(*runs)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_add_up_over_synchronised_backwards(pool, set_to_none):
-    assert max(pool.run(_accumulated_by_hand, 3, set_to_none)) <= 1e-6
+@pytest.mark.parametrize("cleared", ["to none", "to zero", "never"])
+@pytest.mark.parametrize("views", [True, False])
+def test_gradients_that_add_up_over_synchronised_backwards(pool, cleared, views):
+    assert max(pool.run(_accumulated_by_hand, 3, cleared, views)) <= 1e-6
+
+
+class Sometimes(nn.Module):
+    """A branch that is used in every third step only, and one that a single rank uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.branch, self.single = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.calls = 0
+
+    def forward(self, tokens):
+        out = self.net(tokens)
+        if self.calls % 3 == 0:
+            out = out + self.branch(out)
+        if dist.get_rank() == 0:
+            out = out + self.single(out)
+        self.calls += 1
+        return out
+
+
+def _sometimes(rank, world_size, options):
+    runs = []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        ddp = make_ddp(Sometimes(), find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(two_groups(ddp.module), lr=0.01, eps=EPSILON)
+        if hooked:
+            attach(ddp, "zero_overlap", optimizer=optimizer, **options)
+        train(ddp, rank, 8, optimizer=optimizer)
+        runs.append(weights(ddp))
+    return distance(*runs)
+
+
+@pytest.mark.parametrize("options", [{}, {"step": "backward"}, {"step": "interleaved"}], ids=str)
+def test_parameters_that_no_rank_used_stay_as_they_are(pool, options):
+    # Momentum and weight decay would move them.
+    assert max(pool.run(_sometimes, 2, options)) <= 1e-6
+
+
+def _two_optimizers(rank, world_size, options):
+    found = seams.optimizers_of
+    if rank == 1:
+        seams.optimizers_of = lambda parameters: found(parameters)[::-1]
+    runs, shapes = [], []
+    for hooked in (False, True):
+        ddp = make_ddp()
+        optimizers = [torch.optim.AdamW([group], lr=0.01, eps=EPSILON) for group in two_groups(ddp.module)]
+        handle = attach(ddp, "zero_overlap", **options) if hooked else None
+        for step in range(6):
+            loss_of(ddp, rank, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            ddp.zero_grad()
+        if handle is not None:
+            seams.optimizers_of = found
+            handle.prepare_save()
+            if rank == 0:
+                shapes = [s["exp_avg"].shape for s in optimizers[0].state_dict()["state"].values()]
+            handle.detach()
+        runs.append((weights(ddp), [optimizer.state_dict()["state"] for optimizer in optimizers]))
+    (plain, plain_states), (ours, states) = runs
+    for a, b in zip(plain_states, states, strict=True):
+        assert all(distance(a[index], b[index]) <= 1e-6 for index in a)
+    return distance(plain, ours), shapes
+
+
+@pytest.mark.parametrize("options", [{}, {"step": "backward"}, {"step": "interleaved"}], ids=str)
+def test_two_optimizers_that_the_ranks_find_in_different_orders(pool, options):
+    by_rank = pool.run(_two_optimizers, 2, options)
+    assert max(off for off, _ in by_rank) <= 1e-6
+    assert by_rank[0][1] == [p.shape for p in Net().parameters() if p.ndim > 1]
+
+
+def _forward_before_the_step(rank, world_size):
+    """Somebody looks at a loss between backward and step, and forgets no_grad."""
+    runs = []
+    for hooked in (False, True):
+        ddp = make_ddp()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        if hooked:
+            attach(ddp, "zero_overlap", optimizer=optimizer)
+        norms = []
+        for step in range(4):
+            loss_of(ddp, rank, step).backward()
+            loss_of(ddp, rank, step + 1)
+            norms.append(nn.utils.clip_grad_norm_(ddp.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append({**weights(ddp), "norms": torch.stack(norms)})
+    return distance(*runs)
+
+
+def test_a_forward_between_backward_and_step(pool):
+    assert max(pool.run(_forward_before_the_step, 2)) <= 1e-5
+
+
+def _storage_replaced(rank, world_size):
+    runs = []
+    for hooked in (False, True):
+        ddp = make_ddp()
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, eps=EPSILON)
+        if hooked:
+            attach(ddp, "zero_overlap", optimizer=optimizer)
+        train(ddp, rank, 2, optimizer=optimizer)
+        for parameter in ddp.parameters():
+            parameter.data = parameter.data.clone()
+        train(ddp, rank, 3, optimizer=optimizer, first=2)
+        runs.append(weights(ddp))
+    return distance(*runs)
+
+
+def test_parameters_whose_storage_is_replaced(pool):
+    assert max(pool.run(_storage_replaced, 2)) <= 1e-6
+
+
+def _closure(rank, world_size):
+    ddp = make_ddp()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    attach(ddp, "zero_overlap", optimizer=optimizer)
+    train(ddp, rank, 1, optimizer=optimizer)
+    with pytest.raises(CompatibilityError) as caught:
+        optimizer.step(lambda: loss_of(ddp, rank, 1).backward())
+    assert [p for group in optimizer.param_groups for p in group["params"]] == list(ddp.parameters())
+    train(ddp, rank, 1, optimizer=optimizer)
+    return caught.value.text
+
+
+def test_a_closure_is_refused(pool):
+    assert "without a closure" in pool.run(_closure, 2)[0]
+
+
+def _rolled_back(rank, world_size, dtype):
+    """With a narrow wire, load weights and optimizer in the middle of training, as after a spike of the loss."""
+
+    def make():
+        torch.manual_seed(0)
+        ddp = make_ddp(Net().to(dtype))
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        return ddp, optimizer, attach(ddp, "zero_overlap", optimizer=optimizer, wire_dtype="bf16")
+
+    def go_on(ddp, optimizer, handle, masters):
+        model = saved[0]["model"]
+        if masters is not None:
+            handle.load_state_dict(masters)
+        else:  # and weights that no master is near to
+            model = {name: -value for name, value in model.items()}
+        ddp.module.load_state_dict(model)
+        optimizer.load_state_dict(copy.deepcopy(saved[0]["optimizer"]))  # torch counts steps in what it was given
+        train(ddp, rank, 3, optimizer=optimizer, first=3)
+        return weights(ddp)
+
+    old = make()
+    train(old[0], rank, 3, optimizer=old[1])
+    old[2].prepare_save()
+    saved = [copy.deepcopy({"model": old[0].module.state_dict(), "optimizer": old[1].state_dict()})]
+    dist.broadcast_object_list(saved, 0)
+    masters = copy.deepcopy(old[2].state_dict())
+    train(old[0], rank, 3, optimizer=old[1], first=3)
+    straight = weights(old[0])
+    return (
+        distance(straight, go_on(*old, masters)),
+        distance(straight, go_on(*make(), masters)),
+        distance(go_on(*old, None), go_on(*make(), None)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_loaded_later_count_with_a_narrow_wire(pool, dtype):
+    assert pool.run(_rolled_back, 2, dtype) == [(0, 0, 0)] * 2
 
 
 # Refusals.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,10 @@ import torch.distributed as dist
 from .. import seams
 from ..collectives import WIRE_DTYPES
 from ..errors import CompatibilityError
+from ..optimizer_state import DividedState
 from ..options import HookOptions, option
 from ..registry import register_hook
-from ..sharding import EvenSlices, Ownership, WholeParameters
+from ..sharding import EvenSlices, Ownership, Shards, WholeParameters
 from .base import CommHook, HookContext, State, new_future
 
 ELEMENTWISE = (
@@ -89,6 +91,8 @@ class ZeroOverlapHook(CommHook):
             else WholeParameters(self.comm, self._wire_dtype, order)
         )
         self._order = {id(p): index for index, p in enumerate(order)}
+        self._shards = Shards(self._ownership, context.names, self._wire_dtype)
+        self._state = DividedState(self._shards)
         for parameter, name in context.names.items():
             if parameter.requires_grad and not parameter.is_contiguous():
                 raise CompatibilityError(
@@ -96,19 +100,21 @@ class ZeroOverlapHook(CommHook):
                     "model.to(memory_format=torch.contiguous_format) before DDP is built"
                 )
         self._queue: list[_Bucket] = []
-        self._shards: dict[int, torch.nn.Parameter] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._in_step: torch.optim.Optimizer | None = None
         self._swapped: list[tuple[dict, list[torch.Tensor]]] = []
+        self._stepped: list[torch.Tensor] = []
         self._arriving: dict[int, Callable[[], None]] = {}
         self._end_guard: Callable[[], None] | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._handles: list[Any] = []
-        self._full_state: dict[int, dict[int, dict[str, Any]]] | None = None
-        self._loaded_masters: dict[str, torch.Tensor] = {}
+        # Which parameters no rank used is only known when backward is over.
+        self._interleaves = options.step == "interleaved" and not context.finds_unused
         self._stepping: dict[int, torch.Tensor] | None = None
         """Inside backward: the gradients to step with, by the parameter's id."""
-        self._stepped_in_backward = False
+        self._stepped_in_backward: set[int] = set()
+        """Ids of the optimizers whose next step has been taken already."""
         self._versions: dict[int, int] = {}
-        """Of the gradients as they were delivered, by the parameter's id, until a step used them."""
+        """Of the gradients as they were delivered, by the parameter's id."""
+        self._watch: Any = None
         self._waited = 0.0
         self._unread = False
 
@@ -122,12 +128,14 @@ class ZeroOverlapHook(CommHook):
         for optimizer in optimizers:
             self._refuse_unless_elementwise(optimizer)
             if not any(optimizer is known for known in self._optimizers):
-                self._handles += [
-                    optimizer.register_state_dict_post_hook(self._state_dict_of),
-                    optimizer.register_load_state_dict_post_hook(self._divide_state),
-                ]
-                self._divide_state(optimizer)
-        self._optimizers = list(optimizers)
+                self._state.take_over(optimizer)
+        # The ranks may have found them in different orders.
+        self._optimizers = sorted(optimizers, key=self._places)
+
+    def _places(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Where in the model an optimizer's parameters are."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return sorted(self._order[id(p)] for p in parameters if id(p) in self._order)
 
     def _refuse_unless_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
@@ -148,7 +156,13 @@ class ZeroOverlapHook(CommHook):
                 f"zero_overlap with step: {self.options.step} steps inside backward, but no optimizer holds this model's "
                 "parameters yet; make it before the first backward, or pass attach(..., optimizer=...)"
             )
-        self._make_room_for_more()
+        if self._in_step is not None:
+            self._give_back()
+            raise CompatibilityError(
+                "a forward began although optimizer.step() is not over (or has failed), but zero_overlap steps with "
+                "gradients that were there before; run forward and backward first, then optimizer.step() without a closure"
+            )
+        self._watch_for_more()
         if seams.is_compiled(self.context.module):
             self.synchronize()  # compiled code reads parameters without asking
 
@@ -162,7 +176,7 @@ class ZeroOverlapHook(CommHook):
                 )
         taken = _Bucket(bucket, self._ownership)
         self._queue.append(taken)
-        if self.options.step == "interleaved" and len(self._queue) > 1:
+        if self._interleaves and len(self._queue) > 1:
             self._step_now(self._queue[-2].receive())
         if bucket.is_last():
             self._finish_backward()
@@ -170,33 +184,61 @@ class ZeroOverlapHook(CommHook):
 
     def _finish_backward(self) -> None:
         queue, self._queue = self._queue, []
-        if self.options.step == "interleaved":
-            self._step_now(queue[-1].receive())
-        elif self.options.step == "backward":
-            self._step_now([pair for taken in queue for pair in taken.receive()])
-        else:
-            for taken in queue:
-                taken.receive()
+        for taken in queue:
+            taken.receive()
+        if self._interleaves:
+            self._step_now(queue[-1].parts)
+        if not self.steps_in_backward:
             self._share_norms(queue)
         for taken in queue:
             taken.deliver()
         # DDP writes the gradients in an end-of-backward call that is queued after this one: queue another.
-        seams.at_end_of_backward(lambda: seams.at_end_of_backward(self._note_gradients))
+        seams.at_end_of_backward(lambda: seams.at_end_of_backward(self._end_backward))
+
+    def _end_backward(self) -> None:
+        """DDP has written the gradients, but for those of parameters that no rank used."""
+        if self.steps_in_backward and not self._interleaves:
+            self._step_now([(p, self._own_gradient(p)) for p in self.context.names if p.grad is not None])
+        self._versions = {id(p): p.grad._version for p in self.context.names if p.grad is not None}
+
+    def _own_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        start, stop = self._ownership.range(parameter)
+        return parameter.grad.detach().view(-1)[start:stop]  # type: ignore[union-attr]
+
+    def _watch_for_more(self) -> None:
+        """A backward without zero_grad() adds up: make room when its first gradient is there, or is this just a look?"""
+        self._stop_watching()
+        self._versions = {id(p): self._versions[id(p)] for p in self._delivered()}
+        if self._versions:
+            reference = weakref.ref(self)  # tensors hold their hooks where the garbage collector cannot see
+
+            def first_gradient(_: Any) -> None:
+                if (alive := reference()) is not None:
+                    alive._make_room_for_more()
+
+            trained = [p for p in self.context.names if p.requires_grad]
+            self._watch = torch.autograd.graph.register_multi_grad_hook(trained, first_gradient, mode="any")
+
+    def _delivered(self) -> list[torch.Tensor]:
+        """Parameters whose gradients are what this hook made of them, and not None again."""
+        return [p for p in self.context.names if p.grad is not None and id(p) in self._versions]
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
     def _make_room_for_more(self) -> None:
-        """A backward without a step since the last one adds up: let what is owned count in full, the rest not at all.
+        """Let what is owned count in full, the rest not at all.
 
-        The next mean divides by the number of ranks, and only the owner has the gradient of before. Gradients that were
-        cleared or changed since they were delivered start anew.
+        The next mean divides by the number of ranks, and only the owner has the gradient of before.
         """
-        for parameter in self.context.names:
-            gradient = parameter.grad
-            if gradient is not None and self._versions.get(id(parameter)) == gradient._version:
-                start, stop = self._ownership.range(parameter)
-                flat = gradient.detach().view(-1)
-                flat[:start].zero_()
-                flat[start:stop].mul_(self.comm.size)
-                flat[stop:].zero_()
+        for parameter in self._delivered():
+            start, stop = self._ownership.range(parameter)
+            flat = parameter.grad.detach().view(-1)  # type: ignore[union-attr]
+            flat[:start].zero_()
+            flat[start:stop].mul_(self.comm.size)
+            flat[stop:].zero_()
         self._versions = {}
 
     def _share_norms(self, queue: list[_Bucket]) -> None:
@@ -217,81 +259,70 @@ class ZeroOverlapHook(CommHook):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hand the optimizer the owned parts in place of the parameters; outside of a step it looks as ever."""
-        self._full_state = None
-        if self._stepped_in_backward and self._stepping is None:
+        if self._in_step is not None:  # and raised an error
+            self._give_back()
+        self._state.outdate()
+        done = self._stepping is None and id(optimizer) in self._stepped_in_backward
+        if done:
             self._refuse_changed_gradients()
+        self._in_step = optimizer
         self._swapped = [(group, group["params"]) for group in optimizer.param_groups]
+        self._stepped = []
         for group, parameters in self._swapped:
             parts = []
             for parameter in parameters:
-                part = self._part_for_step(parameter)
-                if part is not None:
-                    parts.append(part)
-                if part is not parameter and parameter in optimizer.state:
-                    optimizer.state[self._shard(parameter)] = optimizer.state.pop(parameter)
+                if parameter not in self._shards:
+                    if self._stepping is None:
+                        parts.append(parameter)
+                    continue
+                if not done and self._has_gradient(parameter):
+                    self._stepped.append(parameter)
+                    shard = self._shards.refresh(parameter)
+                    shard.grad = self._gradient(parameter).to(shard.dtype)
+                    if parameter in optimizer.state:
+                        optimizer.state[shard] = optimizer.state.pop(parameter)
+                    if shard.numel():
+                        parts.append(shard)
             group["params"] = parts
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        stepped = []
+        self._give_back()
+        self._gather(sorted(self._stepped, key=lambda p: self._order[id(p)]))
+        if self._stepping is None:
+            self._stepped_in_backward.discard(id(optimizer))
+
+    def _give_back(self) -> None:
+        """The step is over: the optimizer has its parameters again."""
+        assert self._in_step is not None
+        state = self._in_step.state
         for group, parameters in self._swapped:
             group["params"] = parameters
             for parameter in parameters:
-                if self._steps_with(parameter):
-                    stepped.append(parameter)
-                self._versions.pop(id(parameter), None)
-                shard = self._shards.get(id(parameter))
+                shard = self._shards.get(parameter)
                 if shard is not None:
                     shard.grad = None
-                    if shard in optimizer.state:
-                        optimizer.state[parameter] = optimizer.state.pop(shard)
-        self._swapped = []
-        self._gather(sorted(stepped, key=lambda p: self._order[id(p)]))
-        if self._stepping is None:
-            self._stepped_in_backward = False
+                    if shard in state:
+                        state[parameter] = state.pop(shard)
+        self._in_step, self._swapped = None, []
 
     def _step_now(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Step inside backward, with the gradients that have arrived; the step that the loop takes later does nothing."""
         self._stepping = {id(parameter): part for parameter, part in pairs}
-        for optimizer in self._optimizers:
-            optimizer.step()
-        self._stepping = None
-        self._stepped_in_backward = True
+        try:
+            for optimizer in self._optimizers:
+                optimizer.step()
+                self._stepped_in_backward.add(id(optimizer))
+        finally:
+            self._stepping = None
 
-    def _part_for_step(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What the optimizer steps with in place of a parameter: the owned part, or nothing."""
-        if id(parameter) not in self._order:
-            return parameter if self._stepping is None else None
-        if not self._steps_with(parameter):
-            return None
-        shard = self._shard(parameter)
-        if self._stepping is not None:
-            gradient = self._stepping[id(parameter)]
-        else:
-            start, stop = self._ownership.range(parameter)
-            gradient = parameter.grad.detach().view(-1)[start:stop]  # type: ignore[union-attr]
-        shard.grad = gradient.to(shard.dtype)
-        return shard if shard.numel() else None
-
-    def _steps_with(self, parameter: torch.Tensor) -> bool:
-        if id(parameter) not in self._order or not parameter.requires_grad:
+    def _has_gradient(self, parameter: torch.Tensor) -> bool:
+        if not parameter.requires_grad:
             return False
-        if self._stepping is not None:
-            return id(parameter) in self._stepping
-        return not self._stepped_in_backward and parameter.grad is not None
+        return parameter.grad is not None if self._stepping is None else id(parameter) in self._stepping
 
-    def _shard(self, parameter: torch.Tensor) -> torch.nn.Parameter:
-        """A view of the owned part, or a master copy of it where the wire is narrow."""
-        if id(parameter) not in self._shards:
-            start, stop = self._ownership.range(parameter)
-            own = parameter.detach().view(-1)[start:stop]
-            if self._wire_dtype is not None:
-                master = self._loaded_masters.pop(self.context.names[parameter], own)
-                own = master.to(device=own.device, dtype=torch.promote_types(own.dtype, torch.float32), copy=True)
-            self._shards[id(parameter)] = torch.nn.Parameter(own, requires_grad=True)
-        return self._shards[id(parameter)]
-
-    def _note_gradients(self) -> None:
-        self._versions = {id(p): p.grad._version for p in self.context.names if p.grad is not None}
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank steps with."""
+        return self._own_gradient(parameter) if self._stepping is None else self._stepping[id(parameter)]
 
     def _refuse_changed_gradients(self) -> None:
         for parameter, name in self.context.names.items():
@@ -312,7 +343,7 @@ class ZeroOverlapHook(CommHook):
             flat = parameter.detach().view(-1)
             if self._wire_dtype is not None:
                 start, stop = self._ownership.range(parameter)
-                flat[start:stop].copy_(self._shard(parameter).detach())
+                flat[start:stop].copy_(self._shards.get(parameter).detach())  # type: ignore[union-attr]
             pairs.append((parameter, flat))
             size += flat.numel() * flat.element_size()
             following = parameters[index + 1] if index + 1 < len(parameters) else None
@@ -358,101 +389,23 @@ class ZeroOverlapHook(CommHook):
             self._end_guard()
             self._end_guard = None
 
-    # Checkpoints: optimizers look whole from outside.
-
-    def _divide_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the owned part of a state that was loaded, or made before this hook was attached."""
-        self._full_state = None
-        for parameter, state in optimizer.state.items():
-            if id(parameter) in self._order:
-                start, stop = self._ownership.range(parameter)
-                for key, value in state.items():
-                    if _is_whole(key, value, parameter):
-                        state[key] = value.detach().reshape(-1)[start:stop].clone()
+    # Checkpoints.
 
     def prepare_save(self) -> None:
-        """Gather the optimizers' whole state on the ranks that may write it; one tensor in flight at a time."""
+        """Gather the optimizers' whole state on the ranks that may write it."""
         self.synchronize()
-        writes = self.comm.rank in self.comm.topology.leaders
-        self._full_state = {id(optimizer): self._whole_state(optimizer, keep=writes) for optimizer in self._optimizers}
-
-    def _whole_state(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[int, dict[str, Any]]:
-        """The state of every parameter with all its elements, on the CPU; empty where ``keep`` is False."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._order]
-        # A rank that owns nothing of a small parameter has no state for it, so the ranks tell each other what there is.
-        divided, plain = zip(*(self._split_state(optimizer, p) for p in parameters), strict=True)
-        everyone = self.comm.gather_objects((divided, plain))
-        whole: dict[int, dict[str, Any]] = {}
-        for index, parameter in enumerate(parameters):
-            kinds: dict[str, torch.dtype] = next((d[index] for d, _ in everyone if d[index]), {})
-            counters = next((p[index] for d, p in everyone if d[index]), plain[index])
-            whole[id(parameter)] = dict(counters) if keep else {}
-            for key, dtype in kinds.items():
-                own = torch.empty(0, dtype=dtype, device=parameter.device)
-                if key in divided[index]:
-                    own = optimizer.state[parameter][key]
-                gathered = self._ownership.gather_one(own, parameter)
-                if keep:
-                    whole[id(parameter)][key] = gathered.cpu()
-        return whole
-
-    def _split_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tuple[dict, dict]:
-        """(types of what is divided, the rest: counters and the like) of one parameter's state on this rank."""
-        start, stop = self._ownership.range(parameter)
-        state = optimizer.state.get(parameter, {})
-        divided = {
-            k: v.dtype for k, v in state.items() if torch.is_tensor(v) and stop > start and v.shape == (stop - start,)
-        }
-        return dict(sorted(divided.items())), {k: v for k, v in state.items() if k not in divided}
-
-    def _state_dict_of(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(p) in self._order and p in optimizer.state for p in parameters):
-            return state_dict
-        if self._full_state is None or id(optimizer) not in self._full_state:
-            raise CompatibilityError(
-                "the optimizer's state is divided among the ranks, and state_dict() on one rank cannot gather it; call "
-                "handle.prepare_save() on every rank first (accelerator.save_state and Trainer do so by themselves)"
-            )
-        whole = self._full_state[id(optimizer)]
-        state = dict(state_dict["state"])
-        for index, parameter in enumerate(parameters):
-            if id(parameter) in whole:
-                state.pop(index, None)
-                if whole[id(parameter)]:
-                    state[index] = whole[id(parameter)]
-        return {**state_dict, "state": dict(sorted(state.items()))}
+        self._state.gather(self._optimizers, keep=self.comm.rank in self.comm.topology.leaders)
 
     def state_dict(self) -> State:
-        masters = {}
-        if self._wire_dtype is not None:
-            masters = {
-                name: self._shards[id(p)].detach().clone()
-                for p, name in self.context.names.items()
-                if id(p) in self._shards
-            }
-        return {**super().state_dict(), "masters": {**self._loaded_masters, **masters}}
+        return {**super().state_dict(), "masters": self._shards.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self._loaded_masters = dict(state["masters"])
-        if self._wire_dtype is not None:
-            self._shards.clear()
+        self._shards.load_state_dict(state["masters"])
 
     def merge_states(self, states: Iterable[State]) -> State:
-        """Masters of all ranks, put together and cut anew."""
-        merged: State = {}
-        parts: dict[str, list[torch.Tensor]] = {}
-        for state in states:
-            merged = merged or state
-            for name, part in state["masters"].items():
-                parts.setdefault(name, []).append(part)
-        masters = {}
-        for parameter, name in self.context.names.items():
-            if name in parts:
-                start, stop = self._ownership.range(parameter)
-                masters[name] = torch.cat(parts[name])[start:stop].clone()
-        return {**merged, "masters": masters}
+        all_states = list(states)
+        return {**all_states[0], "masters": self._shards.merge(state["masters"] for state in all_states)}
 
     # Figures and end.
 
@@ -470,24 +423,8 @@ class ZeroOverlapHook(CommHook):
     def close(self) -> None:
         """Give the optimizers back whole; collective, like attaching."""
         self.synchronize()
-        for handle in self._handles:
-            handle.remove()
-        for optimizer in self._optimizers:
-            whole = self._whole_state(optimizer, keep=True)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if whole.get(id(parameter)):
-                        optimizer.state[parameter] = {
-                            key: value.to(parameter.device) if _is_whole(key, value, parameter) else value
-                            for key, value in whole[id(parameter)].items()
-                        }
-
-
-def _is_whole(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a state tensor has an element for each of the parameter's, and is not a counter."""
-    if not torch.is_tensor(value) or value.shape != parameter.shape:
-        return False
-    return value.numel() > 1 or (parameter.ndim == 0 and key != "step")
+        self._stop_watching()
+        self._state.give_back(self._optimizers)
 
 
 class _Bucket:
