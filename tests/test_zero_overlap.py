@@ -2,8 +2,10 @@
 
 import copy
 import ctypes
+import gc
 import random
 import time
+import weakref
 
 import pytest
 import torch
@@ -538,6 +540,22 @@ def _looked_at(rank, world_size):
 
 def test_whoever_reads_sees_finished_parameters(pool):
     assert all(seen["plain"] for seen in pool.run(_looked_at, 2))
+
+
+def _forgotten_under_way(rank, world_size):
+    ddp = make_ddp()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    handle = attach(ddp, "zero_overlap", optimizer=optimizer)
+    train(ddp, rank, 2, optimizer=optimizer)
+    assert handle.hook._arriving, "nothing was under way"
+    gone = [weakref.ref(ddp), weakref.ref(handle.hook)]
+    del ddp, optimizer, handle
+    gc.collect()
+    return [reference() is None for reference in gone]
+
+
+def test_a_model_is_forgotten_with_gathers_under_way(pool):
+    assert pool.run(_forgotten_under_way, 2) == [[True, True]] * 2
 
 
 # State: small on a rank, ordinary in a checkpoint.

@@ -210,14 +210,9 @@ class ZeroOverlapHook(CommHook):
         self._stop_watching()
         self._versions = {id(p): self._versions[id(p)] for p in self._delivered()}
         if self._versions:
-            reference = weakref.ref(self)  # tensors hold their hooks where the garbage collector cannot see
-
-            def first_gradient(_: Any) -> None:
-                if (alive := reference()) is not None:
-                    alive._make_room_for_more()
-
             trained = [p for p in self.context.names if p.requires_grad]
-            self._watch = torch.autograd.graph.register_multi_grad_hook(trained, first_gradient, mode="any")
+            make_room = _weak(self._make_room_for_more)
+            self._watch = torch.autograd.graph.register_multi_grad_hook(trained, make_room, mode="any")
 
     def _delivered(self) -> list[torch.Tensor]:
         """Parameters whose gradients are what this hook made of them, and not None again."""
@@ -228,7 +223,7 @@ class ZeroOverlapHook(CommHook):
             self._watch.remove()
             self._watch = None
 
-    def _make_room_for_more(self) -> None:
+    def _make_room_for_more(self, first_gradient: torch.Tensor) -> None:
         """Let what is owned count in full, the rest not at all.
 
         The next mean divides by the number of ranks, and only the owner has the gradient of before.
@@ -351,7 +346,7 @@ class ZeroOverlapHook(CommHook):
                 self._start_gather(pairs)
                 pairs, size = [], 0
         if self._arriving and self._end_guard is None:
-            self._end_guard = seams.guard_parameters(self.context.module, self._finish)
+            self._end_guard = seams.guard_parameters(self.context.module, _weak(self._finish))
 
     def _start_gather(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         finish = self._ownership.gather(pairs, dtype=self._wire_dtype)
@@ -464,3 +459,14 @@ class _Bucket:
             for place, index in zip(places, carried, strict=True):
                 self._buffer[place : place + 1].copy_(self._rest[index : index + 1])
         self.future.set_result(self._buffer)
+
+
+def _weak(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """The method for as long as its object lives: DDP and tensors hold what the garbage collector cannot see."""
+    reference = weakref.WeakMethod(method)
+
+    def call(tensor: torch.Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(tensor)
+
+    return call
