@@ -20,6 +20,11 @@ from .errors import ConfigError
 BUCKET_BYTES = 25 * 2**20
 
 
+def slice_bytes(bucket_bytes: int = BUCKET_BYTES) -> int:
+    """What travels at once: a quarter. While one slice travels the next is filled, and the backend needs as much again."""
+    return bucket_bytes // 4
+
+
 @dataclass(frozen=True)
 class Piece:
     """A run of elements of the ``index``-th tensor."""
@@ -69,8 +74,7 @@ class Exchange:
     ):
         self._comm, self._group, self._wire_dtype = comm, group, wire_dtype
         self._read, self._write = read, write
-        # A quarter each: while one slice travels the next is filled, and the backend needs as much again.
-        self._slices = slices(tensors, bucket_bytes // 4)
+        self._slices = slices(tensors, slice_bytes(bucket_bytes))
         self._under_way: list[tuple[list[Piece], Pending]] = []
         self._spare: list[torch.Tensor] = []
 

@@ -16,20 +16,15 @@ from typing import Any
 
 import torch
 
-from .averaging import BUCKET_BYTES
+from .averaging import slice_bytes
 from .config import CommHookConfig
 from .lowrank import rank_for, square_side
+from .sharding import GATHER_BYTES
 from .topology import Topology
 
 MiB = 1024**2
 FIRST_BUCKET, BUCKET = 1 * MiB, 25 * MiB
 """DDP's defaults: a small first bucket, so that communication starts early, and larger ones."""
-
-
-AVERAGING_SLICE = BUCKET_BYTES // 4
-"""What averaging sends at once."""
-GATHER_PIECE = 8 * MiB
-"""What ZeRO gathers at once."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +237,7 @@ def batched_powersgd(problem: Problem, options: Any) -> Prediction:
 @predicts("post_localsgd")
 def post_localsgd(problem: Problem, options: Any) -> Prediction:
     """Plain averaging's bytes every ``period`` steps; gradients inside the node at every step. Buffers not included."""
-    slices = math.ceil(problem.elements * problem.itemsize / AVERAGING_SLICE)
+    slices = math.ceil(problem.elements * problem.itemsize / slice_bytes())
     full = problem.elements * _width(problem, options.wrapper)
     cost = Prediction()
     if options.post_local_gradient_allreduce and options.subgroup != "none":
@@ -289,6 +284,6 @@ def _pieces(problem: Problem, parameters: Sequence[tuple[str, tuple[int, ...]]])
     pieces, filled = 0, 0
     for _, shape in sorted(parameters, key=lambda parameter: order[parameter[0]]):
         filled += math.prod(shape) * problem.itemsize
-        if filled >= GATHER_PIECE:
+        if filled >= GATHER_BYTES:
             pieces, filled = pieces + 1, 0
     return pieces + (filled > 0)

@@ -15,6 +15,9 @@ import torch
 
 from .collectives import Communicator
 
+GATHER_BYTES = 8 * 2**20
+"""Parameters that are gathered together: small enough for the first layers to start early."""
+
 Flat = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(parameter, flat tensor of as many elements) pairs."""
 

@@ -29,7 +29,7 @@ from ..errors import CompatibilityError
 from ..optimizer_state import DividedState
 from ..options import HookOptions, option
 from ..registry import register_hook
-from ..sharding import EvenSlices, Ownership, Shards, WholeParameters
+from ..sharding import GATHER_BYTES, EvenSlices, Ownership, Shards, WholeParameters
 from .base import CommHook, HookContext, State, new_future
 
 ELEMENTWISE = (
@@ -45,7 +45,6 @@ ELEMENTWISE = (
     "RMSprop",
     "Rprop",
 )
-GATHER_BYTES = 8 * 2**20
 
 
 def _are_names(value: list) -> str | None:
