@@ -32,7 +32,7 @@ from .errors import CommHookError, ConfigError
 from .launch import stop
 from .topology import Topology, host_key
 
-TURN_SECONDS = 5.0
+TURN_SECONDS = 4.0
 """A turn is cut to about so long, but never below one cycle of the hook."""
 
 

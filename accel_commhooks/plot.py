@@ -37,6 +37,8 @@ class Curve:
     seconds: list[float]
     mb: list[float]
     loss: list[float]
+    timed: bool = True
+    """False where steps stand for seconds, because nobody wrote down how long the run took."""
 
 
 def plot(files: Sequence[str], folder: str) -> list[Path]:
@@ -168,12 +170,12 @@ def _short(label: str) -> str:
 def _curves(content: dict[str, Any], file: str) -> list[Curve]:
     curves = [Curve(c["label"], c["seconds"], c["mb"], c["loss"]) for c in content.get("curves", [])]
     if "log_history" in content:
-        curves.append(_trainer_curve(content, Path(file).resolve().parent.name))
+        curves.append(trainer_curve(content, Path(file).resolve().parent.name))
     return curves
 
 
-def _trainer_curve(state: dict[str, Any], label: str) -> Curve:
-    """From a Trainer's log. It has no clock: the run's length, when known, is spread evenly over its steps."""
+def trainer_curve(state: dict[str, Any], label: str) -> Curve:
+    """From a Trainer's log. It has no clock: the length of a run that has ended is spread evenly over its steps."""
     logs = [entry for entry in state["log_history"] if "loss" in entry]
     if not logs:
         raise ConfigError(f"the Trainer log of '{label}' holds no loss; set logging_steps in the training arguments")
@@ -185,20 +187,25 @@ def _trainer_curve(state: dict[str, Any], label: str) -> Curve:
         sent += a_step * (entry["step"] - before)
         before = entry["step"]
         mb.append(sent)
-    return Curve(label, [pace * entry["step"] for entry in logs], mb, [entry["loss"] for entry in logs])
+    seconds = [pace * entry["step"] for entry in logs]
+    return Curve(label, seconds, mb, [entry["loss"] for entry in logs], timed=runtime is not None)
 
 
 def _losses(curves: list[Curve]) -> Any:
     import matplotlib.pyplot as pyplot
 
+    clocks = {curve.timed for curve in curves}
+    if len(clocks) > 1:
+        untimed = ", ".join(sorted({curve.label for curve in curves if not curve.timed}))
+        raise ConfigError(f"the log of a run that has not ended has no clock; plot {untimed} apart from the others")
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
     labels = list(dict.fromkeys(curve.label for curve in curves))
     for number, label in enumerate(labels):
         runs = [curve for curve in curves if curve.label == label]
         style = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)]}
         for axes, name in zip(panels, ("seconds", "mb"), strict=True):
-            _draw_runs(axes, runs, name, _short(label), style)
-    panels[0].set(xlabel="seconds of training", ylabel="loss")
+            draw_runs(axes, runs, name, _short(label), style)
+    panels[0].set(xlabel="seconds of training" if clocks == {True} else "steps", ylabel="loss")
     panels[1].set(xlabel="MB that a node sent")
     if any(max(curve.mb) > 0 for curve in curves):
         panels[1].set_xscale("symlog", linthresh=max(0.1, min(max(c.mb) for c in curves if max(c.mb) > 0) / 10))
@@ -209,7 +216,7 @@ def _losses(curves: list[Curve]) -> Any:
     return figure
 
 
-def _draw_runs(axes: Any, runs: list[Curve], name: str, label: str, style: dict[str, Any]) -> None:
+def draw_runs(axes: Any, runs: list[Curve], name: str, label: str, style: dict[str, Any]) -> None:
     """The mean over seeds and the band they span; seeds log at the same steps, their clocks are averaged."""
     length = min(len(run.loss) for run in runs)
     places = [sum(getattr(run, name)[i] for run in runs) / len(runs) for i in range(length)]

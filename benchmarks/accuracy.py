@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as pyplot
 
 from accel_commhooks.bench_report import machine, versions, write_json
-from accel_commhooks.plot import COLOURS, DASHES, _draw_runs, _trainer_curve
+from accel_commhooks.plot import COLOURS, DASHES, draw_runs, trainer_curve
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "accuracy"
@@ -147,7 +147,7 @@ def read(file: Path, label: str, seed: int) -> dict[str, Any]:
         name: [row[f"eval_{name}"] for row in held_out] for name in FIGURES if f"eval_{name}" in held_out[0]
     }
     if label != PLAIN:
-        run["mb"] = _trainer_curve(state, label).mb[-1]
+        run["mb"] = trainer_curve(state, label).mb[-1]
         run["plain_ddp_mb"] = training[-1]["comm_plain_ddp_mb"] * run["steps"]
     return run
 
@@ -163,7 +163,7 @@ def draw(
         for axes, (part, value) in zip(line, columns, strict=True):
             for number, label in enumerate((PLAIN, *hooks)):
                 series = [Series(run[part]["step"], run[part][value]) for run in runs if run["label"] == label]
-                _draw_runs(axes, series, "step", label, {"color": COLOURS[number], "linestyle": DASHES[number]})
+                draw_runs(axes, series, "step", label, {"color": COLOURS[number], "linestyle": DASHES[number]})
             axes.set(xlabel="optimizer step", title=f"{'training' if part == 'train' else 'held-out'} {value}")
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)

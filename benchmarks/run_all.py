@@ -19,7 +19,6 @@ from page import LOCAL, RESULTS, write_page
 from slow_link import why_not
 
 from accel_commhooks.bench_report import write_json
-from accel_commhooks.registry import available_hooks
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE, LINK = "200mbit", "200 Mbit/s"
@@ -28,13 +27,6 @@ LOOPBACK = (
     "post_localsgd,zero_overlap"
 )
 GROWTH = "allreduce,powersgd,powersgd{alternate: true},post_localsgd,zero_overlap"
-
-
-def known(hooks: str) -> str:
-    """Those of the hooks that are installed."""
-    from accel_commhooks.bench_contenders import split_hooks
-
-    return ",".join(h for h in split_hooks(hooks) if h.partition("{")[0] in (*available_hooks(), "ddp"))
 
 
 def run(name: str, command: list[str], *, nodes: int = 1, rate: str | None = None, link: str | None = None) -> None:
@@ -60,37 +52,33 @@ def run(name: str, command: list[str], *, nodes: int = 1, rate: str | None = Non
 
 def peers() -> None:
     """Ours and others' on the slow link: the bars of all hooks, in one interleaved run."""
-    from peers import OURS
-
-    run("peers", ["benchmarks/peers.py", "--hooks", known(OURS)], nodes=2, rate=RATE, link=LINK)
+    run("peers", ["benchmarks/peers.py"], nodes=2, rate=RATE, link=LINK)
 
 
 def longer_steps() -> None:
     """Averaging a whole model takes the link what it takes: how much that slows a step depends on how long a step is."""
     words = ["-m", "accel_commhooks.bench", "--batch", "12", "--rounds", "3"]
-    run("peers_longer_steps", [*words, "--hooks", known(f"noop,{LOCAL}")], nodes=2, rate=RATE, link=LINK)
+    run("peers_longer_steps", [*words, "--hooks", f"noop,{LOCAL}"], nodes=2, rate=RATE, link=LINK)
 
 
 def loopback() -> None:
     """Two ranks on one machine: nearly no network, so what compression itself costs is in plain sight."""
     words = ["-m", "accel_commhooks.cli", "bench", "--ranks", "2", "--steps", "4", "--rounds", "3"]
-    run("loopback", [*words, "--hooks", known(LOOPBACK)], link="loopback")
+    run("loopback", [*words, "--hooks", LOOPBACK], link="loopback")
 
 
 def growth() -> None:
     """Bytes and collectives against the world's size and the model's; time does not matter, so steps are tiny."""
     bench = ["-m", "accel_commhooks.bench", "--batch", "1", "--seq", "8", "--steps", "2", "--rounds", "1"]
     for nodes in (2, 4, 8):
-        run(f"world_{nodes}", [*bench, "--params", "1M", "--hooks", known(GROWTH)], nodes=nodes)
-    run("size_10M", [*bench, "--params", "10M", "--hooks", known(GROWTH)], nodes=2)
+        run(f"world_{nodes}", [*bench, "--params", "1M", "--hooks", GROWTH], nodes=nodes)
+    run("size_10M", [*bench, "--params", "10M", "--hooks", GROWTH], nodes=2)
     run("size_100M", [*bench, "--params", "100M", "--hooks", "allreduce,powersgd"], nodes=2)
 
 
 def convergence() -> None:
     """Seconds to a target loss on the slow link."""
-    from convergence import HOOKS
-
-    run("convergence", ["benchmarks/convergence.py", "--hooks", known(HOOKS)], nodes=2, rate=RATE, link=LINK)
+    run("convergence", ["benchmarks/convergence.py"], nodes=2, rate=RATE, link=LINK)
 
 
 SECTIONS: dict[str, Callable[[], None]] = {

@@ -259,6 +259,18 @@ def test_pictures_of_results_and_logs(tmp_path, capsys):
     assert all(str(tmp_path / "out" / name) in capsys.readouterr().out for name in made[:1])
 
 
+def test_a_run_that_has_not_ended_has_no_clock(tmp_path):
+    pytest.importorskip("matplotlib")
+    log = [{"step": s, "loss": 3 - s / 10} for s in (5, 10)]
+    for name, history in (("ended", [*log, {"step": 10, "train_runtime": 60.0}]), ("under_way", log)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(json.dumps({"global_step": 10, "log_history": history}))
+    under_way, ended = (str(tmp_path / name / "trainer_state.json") for name in ("under_way", "ended"))
+    assert plot([under_way], str(tmp_path))
+    with pytest.raises(ConfigError, match="plot under_way apart"):
+        plot([under_way, ended], str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("content", "words"), [("{}", "is neither"), ("[", "cannot be read"), (None, "does not exist")]
 )

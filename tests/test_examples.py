@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launching import PROBE
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -123,16 +124,21 @@ def assert_hook_acted(name: str, rows: list[dict]) -> None:
     """The last figures of the training log: the loss is a number, and the bytes are not plain DDP's."""
     last = [row for row in rows if "loss" in row][-1]
     assert math.isfinite(last["loss"])
-    sent = last["comm_mb_between_nodes"] + last["comm_mb_within_node"]
+    sent, plain = last["comm_mb_between_nodes"] + last["comm_mb_within_node"], last["comm_plain_ddp_mb"]
+    assert_bytes(name, sent, plain)
+    if "comm_optimizer_state_mb" in last:
+        assert last["comm_optimizer_state_mb"] < 1.1 * plain  # Adam's two moments, divided by two ranks
+
+
+def assert_bytes(name: str, sent: float, plain: float) -> None:
+    """Whether what was sent is what the hook of a file sends, compared with plain DDP."""
     hook = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["comm_hook"]["name"]
-    plain = last["comm_plain_ddp_mb"]
     if hook == "noop":
         assert sent == 0
     elif hook == "allreduce":
         assert sent == pytest.approx(plain, rel=0.01)
     elif hook == "zero_overlap":
         assert 0.99 * plain < sent < 1.5 * plain  # a save gathers the optimizer's state as well
-        assert last["comm_optimizer_state_mb"] < 1.1 * plain  # Adam's two moments, divided by two ranks
     else:
         assert 0 < sent < 0.9 * plain
 
@@ -247,8 +253,12 @@ def test_causal_lm_with(name, tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_plain_ddp_with(name, tmp_path):
     config = str(short_config(name, tmp_path))
-    text = launch(["-m", "accel_commhooks", config, "examples/plain_ddp.py", "--steps", "20"], tmp_path)
+    probe = {"PYTHONPATH": f"{PROBE}{os.pathsep}{EXAMPLES}", "PROBE_FOLDER": str(tmp_path)}
+    text = launch(["-m", "accel_commhooks", config, "examples/plain_ddp.py", "--steps", "20"], tmp_path, **probe)
     assert math.isfinite(float(re.search(r"step 20: loss (\S+)", text)[1]))
+    (attached,) = json.loads((tmp_path / "probe_0.json").read_text())
+    assert attached["steps"] == 20
+    assert_bytes(name, attached["sent"], attached["plain"])
 
 
 @pytest.mark.slow
