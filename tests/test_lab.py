@@ -73,7 +73,8 @@ def test_bytes_counted_are_those_of_the_network_card(tmp_path):
 @needs_lab
 @pytest.mark.parametrize(("nodes", "ranks"), [(4, 1), (2, 2)])
 def test_what_stays_in_a_node_and_what_leaves_it(tmp_path, nodes, ranks):
-    for label, entry in _bench(tmp_path, nodes, ranks, params="5M").items():
+    in_levels = "post_localsgd{period_group_size: {2: 2, 4: 4}}"
+    for label, entry in _bench(tmp_path, nodes, ranks, params="5M", hooks=f"{_hooks()},{in_levels}").items():
         assert "error" not in entry, entry
         for scope in ("within", "between"):
             assert _agrees(entry, scope, nodes * ranks), (label, scope, entry)
