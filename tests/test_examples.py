@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import PROBE
+from launching import ACCELERATE_CONFIG, PROBE, SCRIPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -475,3 +475,33 @@ def test_printed_commands_run(tmp_path):
         command += f" --output_dir {tmp_path}/{index}" if script == "demo.py" else ""
         log = tmp_path / f"{index}.txt"
         finish(start(["bash", "-c", command], log), log)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_front_pages_commands_run(tmp_path):
+    """Each command of README.md, on two CPU processes where it names two nodes, with a script for "train.py".
+
+    Not those that install, nor the two of make, which are what runs this.
+    """
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.partition("#")[0].strip() for line in "\n".join(blocks).splitlines()]
+    commands = [line for line in lines if line and not line.startswith(("make ", "pip "))]
+    assert len(commands) == 6
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    combined = yaml.safe_load((ROOT / "configs/accelerate/two_nodes_with_hook.yaml").read_text()) | ACCELERATE_CONFIG
+    (tmp_path / "combined.yaml").write_text(yaml.safe_dump(combined))
+    instead = {
+        "configs/accelerate/two_nodes.yaml": "configs/accelerate/two_cpu_processes.yaml",
+        "configs/accelerate/two_nodes_with_hook.yaml": "combined.yaml",
+        "train.py --any args": f"{SCRIPTS / 'accelerate_loop.py'} --out {tmp_path}",
+    }
+    for index, command in enumerate(commands):
+        for printed, used in instead.items():
+            command = command.replace(printed, used)
+        if "bench --hooks" in command:
+            command += " --params 1M --batch 1 --seq 8 --steps 2 --rounds 1"
+        log = tmp_path / f"{index}.txt"
+        finish(start(["bash", "-c", f"cd {tmp_path} && {command}"], log), log)
+    assert (tmp_path / "final_1.pt").exists()
+    assert list(tmp_path.glob("**/bench_bars.png"))
