@@ -117,8 +117,11 @@ told = Path({str(tmp_path)!r}, f"rank{{accelerator.process_index}}")
 told.write_text(f"{{accelerator.num_processes}} {{os.readlink('/proc/self/ns/net')}}")
 """
     )
+    path = (
+        f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as in a shell: this environment's launcher
+    )
     with SlowLink(2, ranks=2) as lab:
-        assert lab.run(["accelerate", "launch", str(script)], timeout=120) == 0
+        assert lab.run(["accelerate", "launch", str(script)], environment={"PATH": path}, timeout=120) == 0
     told = [(tmp_path / f"rank{rank}").read_text() for rank in range(4)]
     assert all(text.startswith("4 ") for text in told)
     assert told[0] == told[1] != told[2] == told[3]
