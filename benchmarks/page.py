@@ -87,10 +87,10 @@ def _peers(results: dict[str, dict]) -> list[str]:
 
 def _loopback(results: dict[str, dict]) -> list[str]:
     result = results["loopback"]
-    base = _by_label(result)["allreduce"]["s_per_step"]
+    base = _by_label(result)["ddp"]["s_per_step"]
     entries = [e for e in result["contenders"] if "s_per_step" in e and e["label"] not in ("ddp", "noop", "allreduce")]
     losers = [f"`{e['label']}` ({e['s_per_step'] / base:.2f})" for e in entries if e["s_per_step"] > base]
-    lost = f"Slower than plain averaging here: {', '.join(losers)}." if losers else "No hook was slower here."
+    lost = f"Slower than plain DDP here, step by step: {', '.join(losers)}." if losers else "No hook was slower here."
     return [
         "## No slow link: what a hook costs",
         f"Two ranks of one machine talk over loopback, so there is little to save and compression must be paid for. {lost}",
