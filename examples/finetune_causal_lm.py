@@ -209,7 +209,9 @@ class Progress:
             self._accelerator.print(f"resumed from {found[-1]}")
         if self._accelerator.is_main_process and self._log.exists():
             lines = self._log.read_text().splitlines(keepends=True)
-            self._log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+            aside = self._log.with_suffix(".aside")
+            aside.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+            aside.replace(self._log)
         return step
 
     def _checkpoints(self) -> list[Path]:
