@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 
 from .config import ENVIRONMENT_VARIABLE, CommHookConfig
-from .errors import CommHookError, ConfigError, launched_rank
+from .errors import CommHookError, ConfigError, let_rank_0_speak
 from .install import install
 
 USAGE = "usage: accelerate launch [its flags] -m accel_commhooks CONFIG train.py [arguments of train.py]"
@@ -54,9 +54,9 @@ def _run_as_main(script: str) -> None:
 
 
 def stop(error: CommHookError) -> None:
-    """One message, on rank 0, and exit code 2 everywhere: a mistake of the user's needs no traceback."""
-    if launched_rank() == 0:
-        print(f"accel-commhooks: {error.text}", file=sys.stderr)
+    """One message, from rank 0, and exit code 2 everywhere: a mistake of the user's needs no traceback."""
+    let_rank_0_speak()
+    print(f"accel-commhooks: {error.text}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -90,12 +90,30 @@ def test_exit_codes_come_through(tmp_path):
     assert "exitcode  : 7" in result.output
 
 
-def test_a_mistake_in_the_config_is_one_message(tmp_path):
+# The launcher ends all ranks as soon as the first one has failed, whichever it is.
+@pytest.mark.parametrize(("way", "late"), [("launched", "0"), ("launched", "1"), ("callback", "0")])
+def test_a_mistake_in_the_config_is_one_message(tmp_path, way, late):
     file = hook_config(tmp_path, "powersgd", matrix_aproximation_rank=2)
-    arguments = ["-m", "accel_commhooks", file, SCRIPTS / "ddp_by_hand.py", "--out", tmp_path]
-    result = accelerate_launch(arguments, tmp_path)
+    if way == "launched":
+        arguments = ["-m", "accel_commhooks", file, SCRIPTS / "ddp_by_hand.py", "--out", tmp_path]
+    else:
+        arguments = [SCRIPTS / "trainer_with_callback.py", "--out", tmp_path]
+    result = accelerate_launch(arguments, tmp_path, ACCELERATE_COMM_HOOK=str(file), PROBE_LATE_RANK=late)
     assert result.code != 0
     assert result.output.count("did you mean 'matrix_approximation_rank'?") == 1
+
+
+def test_a_mistake_on_one_rank_alone_is_shown_by_that_rank(tmp_path):
+    script = tmp_path / "one_rank.py"
+    script.write_text(
+        "import os, time\n"
+        "from accel_commhooks import CommHookConfig\n"
+        "CommHookConfig.load('powersgd' if os.environ['RANK'] == '0' else 'powersdg')\n"
+        "time.sleep(100)\n"
+    )
+    result = accelerate_launch([script], tmp_path)
+    assert result.code != 0
+    assert result.output.count("did you mean 'powersgd'?") == 1
 
 
 def test_a_single_process_runs_with_one_warning(tmp_path):

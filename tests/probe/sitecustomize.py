@@ -1,9 +1,16 @@
-"""Put on a launched process's path by the tests: writes what each attachment sent when the process ends."""
+"""Put on a launched process's path by the tests: writes what each attachment sent when the process ends.
+
+``PROBE_LATE_RANK`` names a rank that starts seconds after the others.
+"""
 
 import atexit
 import json
 import os
 import sys
+import time
+
+if os.environ.get("PROBE_LATE_RANK") == os.environ.get("RANK", "none"):
+    time.sleep(3)
 
 if "PROBE_FOLDER" in os.environ:
     from pathlib import Path
