@@ -2,6 +2,10 @@
 
 Letters are the paper's: M is a gradient matrix [n, m], P and Q its factors. Factors are kept lying, P as [r, n] and Q as
 [r, m], so that M ~ P^T Q: a column of the paper's is then contiguous, and products with M are up to twice as fast.
+
+What limits these products is the memory, not the arithmetic. On an accelerator each is one kernel for a whole matrix, and
+nothing is read back to the host. A CPU takes a few rows at a time through all that is done to them, while its cache has
+them, and may look at a value, being the host itself.
 """
 
 from __future__ import annotations
@@ -13,6 +17,48 @@ import torch
 
 # Below this, 1 / x overflows in float32.
 _TINY = 1e-37
+# Two blocks and what is made of them fit into a core's second cache; smaller ones cost more calls than they save.
+_BLOCK_BYTES = 2**18
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _rows_at_once(m: torch.Tensor) -> int:
+    return max(1, _BLOCK_BYTES // (m.shape[1] * m.element_size())) if on_host(m) else len(m)
+
+
+def add_and_project(m: torch.Tensor, residual: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, onto_p: bool) -> None:
+    """M += residual; then Q = P M, or P = Q M^T."""
+    count = _rows_at_once(m)
+    blocks = zip(m.split(count), residual[:-1].split(count), p.split(count, dim=1), strict=True)
+    for index, (m_rows, residual_rows, p_rows) in enumerate(blocks):
+        m_rows.add_(residual_rows)
+        if onto_p:
+            q.addmm_(p_rows, m_rows, beta=1 if index else 0)
+        else:
+            torch.mm(q, m_rows.t(), out=p_rows)
+
+
+def approximate(m: torch.Tensor, residual: torch.Tensor, p: torch.Tensor, q: torch.Tensor, fine: torch.Tensor) -> None:
+    """M becomes P^T Q, and the residual what that misses of M; unless ``fine`` the residual stays as it was.
+
+    The residual has a row more than M: there an accelerator, which is not asked, leaves what must not be kept.
+    """
+    standing = p.t()
+    if not on_host(m):
+        m.addmm_(standing, q, alpha=-1)
+        residual.index_copy_(0, torch.where(fine, torch.arange(len(m), device=m.device), len(m)), m)
+        torch.mm(standing, q, out=m)
+        return
+    count, keeps = _rows_at_once(m), bool(fine)
+    for m_rows, residual_rows, p_rows in zip(
+        m.split(count), residual[:-1].split(count), standing.split(count), strict=True
+    ):
+        if keeps:
+            torch.addmm(m_rows, p_rows, q, alpha=-1, out=residual_rows)
+        torch.mm(p_rows, q, out=m_rows)
 
 
 def orthogonalize(factors: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
@@ -25,7 +71,7 @@ def orthogonalize(factors: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     _, rank, n = factors.shape
     largest = factors.abs().amax(dim=2, keepdim=True).clamp_min(_TINY)
     rows = factors / largest
-    if rows.device.type == "cpu" and not epsilon and rank <= n:
+    if on_host(rows) and not epsilon and rank <= n:
         return householder(rows)
     return gram_schmidt(rows, epsilon / largest)
 

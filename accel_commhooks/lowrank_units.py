@@ -54,9 +54,7 @@ class ShapeGroup:
     flags: torch.Tensor
     """[b, 1, 1]: above zero where some rank had a gradient."""
     errors: list[torch.Tensor]
-    """The residual of each matrix, [n + 1, m]: the last row is where results go that must not be kept."""
-    all_rows: torch.Tensor
-    """0 to n - 1, the rows of a residual."""
+    """The residual of each matrix, [n + 1, m]: the last row is nobody's (see lowrank.approximate). Empty where none is kept."""
     q_kept: torch.Tensor
     """The right factor to start from, kept from step to step."""
     p_kept: torch.Tensor | None
@@ -130,7 +128,6 @@ class Unit:
                     q=flat[at_q : at_q + b * m * r].view(b, r, m),
                     flags=flat[at_flag : at_flag + b].view(b, 1, 1),
                     errors=[torch.zeros(n + 1, m, **make) for _ in same] if keeps_error else [],
-                    all_rows=torch.arange(n, device=like.device),
                     q_kept=random_q,
                     p_kept=None if random_p is None else torch.zeros_like(random_p),
                     q_spare=random_q * SPARE,

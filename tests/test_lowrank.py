@@ -3,21 +3,27 @@
 import pytest
 import torch
 
-from accel_commhooks.lowrank import gram_schmidt, orthogonalize, random_factor, rank_for, square_side
+from accel_commhooks import lowrank
+from accel_commhooks.lowrank import (
+    add_and_project,
+    approximate,
+    orthogonalize,
+    random_factor,
+    rank_for,
+    square_side,
+)
 
 
 @pytest.fixture(params=["cpu", "elsewhere"])
-def basis_of(request):
-    """The two ways: LAPACK on a CPU, and Gram-Schmidt, which other devices take."""
-    if request.param == "cpu":
-        return orthogonalize
+def device(request, monkeypatch):
+    """The two ways: that of a CPU, and the one that other devices take."""
+    if request.param == "elsewhere":
+        monkeypatch.setattr(lowrank, "on_host", lambda tensor: False)
 
-    def scaled(rows):
-        return gram_schmidt(
-            rows / rows.abs().amax(dim=2, keepdim=True).clamp_min(1e-37), torch.zeros_like(rows[..., :1])
-        )
 
-    return scaled
+@pytest.fixture
+def basis_of(device):
+    return orthogonalize
 
 
 def _check_basis(basis: torch.Tensor) -> torch.Tensor:
@@ -99,3 +105,49 @@ def test_random_factors_depend_on_name_and_seed_only():
 def test_square_side_is_the_smallest_that_fits(numel):
     side = square_side(numel)
     assert side * side >= numel > (side - 1) ** 2
+
+
+# One row, some of a block, a block and a row, three blocks and some: a block is 2**18 bytes, 170 rows of 384.
+SIZES = [(1, 8), (50, 384), (171, 384), (600, 384), (4, 200_000)]
+
+
+def _close(got, wanted, terms):
+    """Equal but for the rounding of sums of so many terms, in float32."""
+    return (got - wanted).abs().max() <= 4 * torch.finfo(torch.float32).eps * terms**0.5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+@pytest.mark.parametrize("onto_p", [False, True])
+def test_gradient_and_residual_are_added_and_projected(device, n, m, onto_p):
+    torch.manual_seed(0)
+    gradient, residual, p, q = torch.randn(n, m), torch.randn(n + 1, m), torch.randn(4, n), torch.randn(4, m)
+    whole = (gradient + residual[:-1]).double()
+    wanted = (p.double(), p.double() @ whole) if onto_p else (q.double() @ whole.t(), q.double())
+    before = residual.clone()
+    (q if onto_p else p).fill_(torch.nan)  # whatever was there before does not matter
+    add_and_project(gradient, residual, p, q, onto_p=onto_p)
+    assert torch.equal(gradient.double(), whole) and torch.equal(residual, before)
+    assert _close(p, wanted[0], m) and _close(q, wanted[1], n)
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+@pytest.mark.parametrize("fine", [True, False])
+def test_approximation_and_residual_are_the_whole(device, n, m, fine):
+    torch.manual_seed(0)
+    gradient, residual, p, q = torch.randn(n, m), torch.randn(n + 1, m), torch.randn(4, n), torch.randn(4, m)
+    whole, before = gradient.clone(), residual.clone()
+    approximate(gradient, residual, p, q, torch.tensor(fine))
+    product = p.double().t() @ q.double()
+    assert _close(gradient, product, 4)
+    if fine:
+        assert _close(residual[:-1], whole - product, 4)
+    else:
+        assert torch.equal(residual[:-1], before[:-1])
+
+
+def test_a_residual_survives_what_is_not_finite(device):
+    residual = torch.randn(9, 16)
+    before = residual.clone()
+    bad = torch.full((8, 16), torch.nan)
+    approximate(bad, residual, torch.full((2, 8), torch.inf), torch.randn(2, 16), torch.tensor(False))
+    assert torch.equal(residual[:-1], before[:-1])

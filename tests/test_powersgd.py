@@ -2,6 +2,7 @@
 
 import random
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -287,6 +288,12 @@ def test_a_gradient_of_low_rank_does_not_cost_the_rank_for_good(pool, options, l
     assert max(pool.run(_low_rank_for_a_while, 2, options, lit)) < 0.1
 
 
+def _scaled_run_elsewhere(*args):
+    """The same by the way that an accelerator takes."""
+    with patch("accel_commhooks.lowrank.on_host", lambda tensor: False):
+        return _scaled_run(*args)
+
+
 def _scaled_run(rank, world_size, hook, steps, overflow_at, growth_interval):
     """A run under a GradScaler; with overflow_at, rank 1 alone has an infinite gradient there."""
     ddp = make_ddp(Net(WIDTH), bucket_cap_mb=100 if hook == "stock" else 0.004)
@@ -325,10 +332,11 @@ def _scaled_run(rank, world_size, hook, steps, overflow_at, growth_interval):
     return weights(ddp), scales, before, after
 
 
+@pytest.mark.parametrize("run", [_scaled_run, _scaled_run_elsewhere])
 @pytest.mark.parametrize("hook", ["ours", "alternate"])
-def test_one_overflow_is_as_if_nothing_happened(pool, hook):
-    clean = pool.run(_scaled_run, 2, hook, 12, None, 1000)
-    stumbled = pool.run(_scaled_run, 2, hook, 12, 6, 1000)
+def test_one_overflow_is_as_if_nothing_happened(pool, hook, run):
+    clean = pool.run(run, 2, hook, 12, None, 1000)
+    stumbled = pool.run(run, 2, hook, 12, 6, 1000)
     for rank in range(2):
         final, scales, before, after = stumbled[rank]
         assert scales[6] == scales[5] / 2 and scales[-1] == scales[6], "the scale must fall once, on every rank"

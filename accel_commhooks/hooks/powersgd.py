@@ -12,7 +12,7 @@ arXiv:2306.08881). ``scope: node`` averages whole gradients inside a node and co
 
 Residuals and factors belong to parameters, by name. They are float32 (float64 for float64 gradients) in unscaled gradient
 units. A non-finite gradient on any rank makes P non-finite on all: every rank then keeps every memory as it was, and hands
-non-finite gradients on, so that a GradScaler skips the step everywhere. No decision is read back to the host.
+non-finite gradients on, so that a GradScaler skips the step everywhere. No decision is read back from a device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..collectives import WIRE_DTYPES
 from ..doctor import warn_once
 from ..errors import launched_rank
 from ..hierarchy import NodeReduction, Waitable
-from ..lowrank import orthogonalize, random_factor, rank_for, square_side
+from ..lowrank import add_and_project, approximate, orthogonalize, random_factor, rank_for, square_side
 from ..lowrank_look import Look
 from ..lowrank_units import Matrix, Memory, ShapeGroup, Unit
 from ..options import HookOptions, option
@@ -220,14 +220,12 @@ class LowRankHook(CommHook):
                 left, kept = group.p * used, fine & used
             else:
                 left, kept = group.p, fine
-            # After an overflow every row goes where it does no harm: a conditional copy that does not ask the host.
-            rows = torch.where(fine, group.all_rows, len(group.all_rows))
             for index, matrix in enumerate(group.matrices):
-                view, p, q = matrix.view(unit.m), left[index].t(), group.q[index]
+                view, p, q = matrix.view(unit.m), left[index], group.q[index]
                 if group.errors:
-                    view.addmm_(p, q, alpha=-1)
-                    group.errors[index].index_copy_(0, rows, view)
-                torch.mm(p, q, out=view)
+                    approximate(view, group.errors[index], p, q, fine)
+                else:
+                    torch.mm(p.t(), q, out=view)
             if not self._sends_q() and group.p_kept is not None:
                 torch.where(kept, group.p, group.p_kept, out=group.p_kept)
             else:
@@ -259,24 +257,25 @@ class LowRankHook(CommHook):
         return random_factor(rank, n, key=key, seed=self.options.random_seed)
 
     def _multiply(self, unit: Unit, group: ShapeGroup, *, transposed: bool, add_errors: bool = False) -> None:
-        """P = Q M^T, or Q = P M (factors lie); with ``add_errors``, M = gradient + residual first, while it is in the cache."""
+        """P = Q M^T, or Q = P M (factors lie); with ``add_errors``, M = gradient + residual first."""
         views = [matrix.view(unit.m) for matrix in group.matrices]
-        batched = self.options.batch_tensors_with_same_shape and len(views) > 1
-        for index, view in enumerate(views):
-            if add_errors and group.errors:
-                view.add_(group.errors[index][:-1])
-            if batched:
-                continue
-            if transposed:
-                torch.mm(group.p[index], view, out=group.q[index])
-            else:
-                torch.mm(group.q[index], view.t(), out=group.p[index])
-        if batched:
+        errors = group.errors if add_errors else []
+        if self.options.batch_tensors_with_same_shape and len(views) > 1:
+            for view, error in zip(views, errors, strict=False):
+                view.add_(error[:-1])
             stacked = torch.stack(views)
             if transposed:
                 torch.bmm(group.p, stacked, out=group.q)
             else:
                 torch.bmm(group.q, stacked.transpose(1, 2), out=group.p)
+            return
+        for index, view in enumerate(views):
+            if errors:
+                add_and_project(view, errors[index], group.p[index], group.q[index], onto_p=transposed)
+            elif transposed:
+                torch.mm(group.p[index], view, out=group.q[index])
+            else:
+                torch.mm(group.q[index], view.t(), out=group.p[index])
 
     def _note_used(self, unit: Unit) -> None:
         for group in unit.groups:
