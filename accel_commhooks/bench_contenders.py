@@ -57,6 +57,8 @@ class Contender:
     build: Callable[[torch.nn.Module], Trial]
     cycle: int = 1
     """Steps after which it has done everything it does."""
+    lead: int = 1
+    """Untimed steps at the start of a turn: what they leave under way is under way at the first timed step."""
     config: CommHookConfig | None = None
     """For a prediction of its cost."""
 
@@ -86,7 +88,8 @@ def hook_contender(source: CommHookConfig | str) -> Contender:
         optimizer = make_optimizer(ddp)
         return Trial(ddp, optimizer, attach(ddp, config, optimizer=optimizer))
 
-    return Contender(_label(source), build, cycle(config.build_options()), config)
+    options = config.build_options()
+    return Contender(_label(source), build, cycle(options), lead(options), config)
 
 
 def parse_hook(text: str) -> CommHookConfig:
@@ -183,3 +186,8 @@ def cycle(options: HookOptions) -> int:
     """
     levels = getattr(options, "period_group_size", None) or {getattr(options, "period", 1): None}
     return math.lcm(*levels, 2 if getattr(options, "alternate", False) else 1)
+
+
+def lead(options: HookOptions) -> int:
+    """What runs on over several steps (``overlap_steps``) is under way for certain after a whole cycle, the rest after one."""
+    return cycle(options) if getattr(options, "overlap_steps", 0) else 1

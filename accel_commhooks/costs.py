@@ -185,8 +185,10 @@ def _each(problem: Problem, groups: Sequence[Sequence[int]], nbytes: float, call
 def _low_rank(problem: Problem, options: Any, units: Sequence[_LowRankUnit]) -> Prediction:
     """Each unit sends factors and vectors: both factors a step, or one in turn under ``alternate``.
 
-    All of it between all ranks, or between nodes after a full mean inside each.
+    All of it between all ranks, or between nodes after a full mean inside each. With one node there is nothing to compress.
     """
+    if options.scope == "node" and len(problem.topology.nodes) == 1:
+        return plain(problem, options)
     send = _between_nodes if options.scope == "node" else all_reduce
     full = max(problem.itemsize, 4) if options.wrapper is None else 2
     narrow = 2 if options.wire_dtype is not None else full
@@ -236,13 +238,19 @@ def batched_powersgd(problem: Problem, options: Any) -> Prediction:
 
 @predicts("post_localsgd")
 def post_localsgd(problem: Problem, options: Any) -> Prediction:
-    """Plain averaging's bytes every ``period`` steps; gradients inside the node at every step. Buffers not included."""
+    """Plain averaging's bytes every ``period`` steps; gradients inside the node at every step. Buffers not included.
+
+    Where the gradients' group is everyone, replicas stay equal and are not averaged, unless what travels is their change.
+    """
     slices = math.ceil(problem.elements * problem.itemsize / slice_bytes())
     full = problem.elements * _width(problem, options.wrapper)
     cost = Prediction()
     if options.post_local_gradient_allreduce and options.subgroup != "none":
         groups = problem.topology.nodes if options.subgroup == "node" else options.subgroup
         cost += _each(problem, groups, full, slices)
+        by_change = options.outer or options.wire_dtype or options.overlap_steps
+        if len(groups[0]) == problem.world and not by_change:
+            return cost
     everyone = [range(problem.world)]
     if options.period_group_size:
         length = math.lcm(*options.period_group_size)

@@ -57,7 +57,7 @@ def peers() -> None:
 
 def longer_steps() -> None:
     """Averaging a whole model takes the link what it takes: how much that slows a step depends on how long a step is."""
-    words = ["-m", "accel_commhooks.bench", "--batch", "12", "--rounds", "3"]
+    words = ["-m", "accel_commhooks.bench", "--batch", "12"]
     run("peers_longer_steps", [*words, "--hooks", f"noop,{LOCAL}"], nodes=2, rate=RATE, link=LINK)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from accel_commhooks import CommHookConfig, available_hooks, costs
-from accel_commhooks.bench_contenders import STEPS_TO_START, cycle, hook_contender, parse_hook, start_at_once
+from accel_commhooks.bench_contenders import STEPS_TO_START, cycle, hook_contender, lead, parse_hook, start_at_once
 from accel_commhooks.bench_models import BenchTransformer
 from accel_commhooks.topology import Topology
 
@@ -89,6 +89,8 @@ def test_cycles_are_read_from_the_options():
     assert cycle(CommHookConfig("powersgd", {"alternate": True}).build_options()) == 2
     assert cycle(CommHookConfig("post_localsgd", {"period": 6}).build_options()) == 6
     assert cycle(CommHookConfig("post_localsgd", {"period_group_size": {3: 2, 9: 4}}).build_options()) == 9
+    assert lead(CommHookConfig("post_localsgd", {"period": 6}).build_options()) == 1
+    assert lead(CommHookConfig("post_localsgd", {"period": 6, "overlap_steps": 2}).build_options()) == 6
 
 
 def _count(rank, world_size, text, ranks_per_node, vocabulary=1000):
@@ -112,7 +114,7 @@ def _count(rank, world_size, text, ranks_per_node, vocabulary=1000):
     return measured, costs.predict(contender.config, problem)
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("text", HOOKS)
 def test_formula_predicts_what_is_counted(pool, text, world_size, ranks_per_node):
     if _known(text) is None:
