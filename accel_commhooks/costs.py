@@ -188,7 +188,7 @@ def _low_rank(problem: Problem, options: Any, units: Sequence[_LowRankUnit]) -> 
     All of it between all ranks, or between nodes after a full mean inside each. With one node there is nothing to compress.
     """
     if options.scope == "node" and len(problem.topology.nodes) == 1:
-        return plain(problem, options)
+        return all_reduce(problem, problem.elements * _width(problem, options.wrapper), len(problem.buckets()))
     send = _between_nodes if options.scope == "node" else all_reduce
     full = max(problem.itemsize, 4) if options.wrapper is None else 2
     narrow = 2 if options.wire_dtype is not None else full
