@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import sys
 import time
@@ -141,7 +142,7 @@ class Bench:
 
     def _steps_a_turn(self, contender: Contender, seconds: float) -> int:
         """Whole cycles; ``seconds`` is what a step took on the slowest rank, so all ranks come to the same number."""
-        wanted = max(1, min(self.steps, round(TURN_SECONDS / seconds)))
+        wanted = min(self.steps, math.ceil(TURN_SECONDS / seconds))
         return contender.cycle * -(-wanted // contender.cycle)
 
     def _measure(self, trial: Trial, contender: Contender, steps: int, topology: Topology) -> dict[str, Any]:
