@@ -55,8 +55,9 @@ Measure your own cluster with `accel-commhooks bench`, which makes the same tabl
 
 How to read the tables: contenders take turns in one run, one with long turns every other round; every figure is the median of
 its rounds, *quartiles* shows how far they scatter. Between runs the machine itself is up to a tenth faster or slower, and what
-waits for the link is not, so ratios to `noop` move by as much (`benchmarks/compare.py` compares two runs). `noop` sends nothing and is the limit of what any hook can reach; `x noop` and `x allreduce` are ratios of
-step times (smaller is faster). *blocked s* is the time a step waits for collectives on the host. MB are what one node sends
+waits for the link is not, so ratios to `noop` move by as much (`benchmarks/compare.py` compares two runs). `noop` sends nothing
+and is the limit of what any hook can reach; `x noop` and `x allreduce` are ratios of step times (smaller is faster). *blocked s*
+is the time a step waits for collectives on the host. MB are what one node sends
 in a step; a `~` marks bytes read from the network device, for those whose traffic does not pass through our counters."""
 
 
