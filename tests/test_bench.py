@@ -187,6 +187,8 @@ def test_an_interrupt_leaves_a_whole_partial_result(tmp_path):
         start_new_session=True,
         stdout=subprocess.PIPE,
         text=True,
+        # A shell's background job ignores Ctrl-C, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         while not path.exists() or len(read_result(path)["contenders"][0].get("turns", [])) < 2:
