@@ -148,10 +148,15 @@ def noop(problem: Problem, options: Any) -> Prediction:
     return Prediction()
 
 
+def _whole(problem: Problem, options: Any) -> Prediction:
+    """All gradients between all ranks, as they are."""
+    return all_reduce(problem, problem.elements * _width(problem, options.wrapper), len(problem.buckets()))
+
+
 @predicts("allreduce")
 def plain(problem: Problem, options: Any) -> Prediction:
     """2 (W - 1) / W x N, in one all-reduce a bucket: also what plain DDP does."""
-    return all_reduce(problem, problem.elements * _width(problem, options.wrapper), len(problem.buckets()))
+    return _whole(problem, options)
 
 
 @predicts("fp16_compress", "bf16_compress")
@@ -188,7 +193,7 @@ def _low_rank(problem: Problem, options: Any, units: Sequence[_LowRankUnit]) -> 
     All of it between all ranks, or between nodes after a full mean inside each. With one node there is nothing to compress.
     """
     if options.scope == "node" and len(problem.topology.nodes) == 1:
-        return all_reduce(problem, problem.elements * _width(problem, options.wrapper), len(problem.buckets()))
+        return _whole(problem, options)
     send = _between_nodes if options.scope == "node" else all_reduce
     full = max(problem.itemsize, 4) if options.wrapper is None else 2
     narrow = 2 if options.wire_dtype is not None else full
