@@ -14,6 +14,7 @@ all-gather (each rank sends to its right neighbour only), direct sends for all-t
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from .topology import Topology, host_key
 
 PIECE_BYTES = 2**19
+EXIT_SECONDS = 0.25
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, None: None}
 
 
@@ -107,6 +109,9 @@ class Communicator:
         self.topology = self._find_topology(ranks_per_node)
         self.everyone = Group(tuple(range(self.size)), self.rank, process_group)
         self._subgroups: list[dist.ProcessGroup] = []
+        if self.backend == "gloo":
+            atexit.unregister(_let_gloo_finish)  # once is enough
+            atexit.register(_let_gloo_finish)
 
     def _find_topology(self, ranks_per_node: int | None) -> Topology:
         if ranks_per_node is not None:
@@ -306,6 +311,16 @@ class Communicator:
         if wire_dtype is None or not tensor.is_floating_point() or tensor.element_size() <= wire_dtype.itemsize:
             return tensor
         return tensor.to(wire_dtype)
+
+
+def _let_gloo_finish() -> None:
+    """Leave the interpreter to Gloo's threads for a moment, at the end of the script.
+
+    A thread that has completed a collective, which is when wait() returns, still has its tensors to give back, and needs
+    the interpreter for that. If the script is over by then, as after the averaging at the end of training, the process
+    aborts with "terminate called without an active exception", and the launcher reports a failed run.
+    """
+    time.sleep(EXIT_SECONDS)
 
 
 def _pieces(rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
