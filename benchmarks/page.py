@@ -67,24 +67,18 @@ def _about(result: dict[str, Any]) -> str:
 
 
 def _peers(results: dict[str, dict]) -> list[str]:
-    result, longer = results["peers"], results.get("peers_longer_steps")
-    parts = [
+    result = results["peers"]
+    return [
         f"## Two nodes, {result['link']}",
         f"{heading(result)}. {_about(result)}",
         "![Step times and bytes](images/peers_bars.png)",
         markdown_table(result),
+        "### What each hook must reach",
+        _bars_table(list(_bars(result))),
+        "How far blocking averaging is from `noop` depends on how long a step is: a whole model every 8 steps keeps the link "
+        "busy for 56 MB at 25 MB/s, which is 0.28 s for each step by whatever means (torch's averager and Accelerate's need "
+        "the same). That is less than half a step only where a step takes 0.56 s or more.",
     ]
-    if longer is not None:
-        parts += [
-            "### Averaging and the length of a step",
-            "A whole model every 8 steps keeps the link busy for as long as it takes: 56 MB at 25 MB/s are 0.28 s for each "
-            "step, by whatever means (torch's averager and Accelerate's need the same). Blocking, that is less than half a "
-            f"step only where a step takes 0.56 s or more. {heading(longer)}:",
-            markdown_table(longer),
-            f"```\n{longer['command']}\n```",
-        ]
-    bars = [*_bars(result), *(_longer_bars(longer) if longer is not None else ())]
-    return [*parts, "### What each hook must reach", _bars_table(bars)]
 
 
 def _loopback(results: dict[str, dict]) -> list[str]:
@@ -199,12 +193,6 @@ def _bars(result: dict[str, Any]) -> Iterator[Bar]:
     for what, measured, kind, bound in wanted:
         if measured is not None:
             yield what, measured, kind, bound
-
-
-def _longer_bars(result: dict[str, Any]) -> Iterator[Bar]:
-    entries = _by_label(result)
-    ratio = entries[LOCAL]["s_per_step"] / entries["noop"]["s_per_step"]
-    yield f"local SGD, period 8, batch {result['batch']}: step / no communication", ratio, "at most", 1.5
 
 
 def _bars_table(bars: list[Bar]) -> str:

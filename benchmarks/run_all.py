@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from page import LOCAL, RESULTS, write_page
+from page import RESULTS, write_page
 from slow_link import why_not
 
 from accel_commhooks.bench_report import write_json
@@ -55,12 +55,6 @@ def peers() -> None:
     run("peers", ["benchmarks/peers.py"], nodes=2, rate=RATE, link=LINK)
 
 
-def longer_steps() -> None:
-    """Averaging a whole model takes the link what it takes: how much that slows a step depends on how long a step is."""
-    words = ["-m", "accel_commhooks.bench", "--batch", "12"]
-    run("peers_longer_steps", [*words, "--hooks", f"noop,{LOCAL}"], nodes=2, rate=RATE, link=LINK)
-
-
 def loopback() -> None:
     """Two ranks on one machine: nearly no network, so what compression itself costs is in plain sight."""
     words = ["-m", "accel_commhooks.cli", "bench", "--ranks", "2", "--steps", "4", "--rounds", "3"]
@@ -83,7 +77,6 @@ def convergence() -> None:
 
 SECTIONS: dict[str, Callable[[], None]] = {
     "peers": peers,
-    "longer_steps": longer_steps,
     "loopback": loopback,
     "growth": growth,
     "convergence": convergence,
