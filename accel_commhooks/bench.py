@@ -6,8 +6,9 @@ bench`` for the ranks of one machine.
 Machines are noisy, so the contenders take turns in rounds within one run, and medians and spreads of the rounds are
 reported. Every contender keeps a model of its own. A turn begins with untimed steps, so that what is under way from the step
 before is under way at the first timed step as at any other; it ends with ``synchronize``, so that nothing runs on into the
-next contender's turn. One that is slow takes fewer steps, and one whose turn is still long only every other round: it mostly
-waits for the link, which scatters little, and a run should end.
+next contender's turn. Turns are short, because a machine is slow or fast for a while. One that is slow takes fewer steps,
+and one whose turn is long nevertheless sits out rounds: it mostly waits for the link, which scatters little, and a run
+should end.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from .errors import CommHookError, ConfigError
 from .launch import stop
 from .topology import Topology, host_key
 
-TURN_SECONDS = 4.0
-"""A turn is cut to about so long, but never below one cycle of the hook."""
-LONG_TURN_SECONDS = 5.5
-"""A turn that is longer nevertheless is taken every other round."""
+TURN_SECONDS = 2.0
+"""The timed part of a turn is cut to about so long, but never below one cycle of the hook."""
+SHARE_SECONDS = 4.0
+"""Of a round, for one contender: a turn that takes k times as long is taken every k-th round."""
+FEWEST_TURNS = 3
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Bench:
     batch: int = 8
     seq: int = 64
     steps: int = 8
-    rounds: int = 5
+    rounds: int = 9
     output: str = "bench.json"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     result: Result | None = None
@@ -68,7 +70,7 @@ class Bench:
         progress = _progress(len(self.contenders) * (self.rounds + 1), rank)
         trials: dict[str, Trial] = {}
         steps: dict[str, int] = {}
-        long: list[str] = []
+        every: dict[str, int] = {}
         try:
             for contender in self.contenders:
                 progress.set_description(f"{contender.label}: warm-up")
@@ -77,15 +79,13 @@ class Bench:
                     trials[contender.label] = trial
                     seconds = figures.pop("seconds")
                     steps[contender.label] = self._steps_a_turn(contender, seconds)
-                    if (contender.lead + steps[contender.label]) * seconds > LONG_TURN_SECONDS:
-                        long.append(contender.label)
+                    every[contender.label] = self._rounds_a_turn((contender.lead + steps[contender.label]) * seconds)
                 result.add(contender, figures, costs.predict(contender.config, problem) if contender.config else None)
                 progress.update()
             for turn in range(self.rounds):
-                for contender in self.contenders:
-                    # Half of the long ones in even rounds, half in odd ones; all in the first, which may be the only one.
-                    sits_out = contender.label in long and turn > 0 and (turn + long.index(contender.label)) % 2 == 1
-                    if contender.label in trials and not sits_out:
+                for index, contender in enumerate(self.contenders):
+                    # Not all long ones in the same rounds; but all in the first, which may be the only one.
+                    if contender.label in trials and (turn == 0 or (turn + index) % every[contender.label] == 0):
                         progress.set_description(f"{contender.label}: round {turn + 1}")
                         figures = self._measure(trials[contender.label], contender, steps[contender.label], topology)
                         result.add_round(contender.label, figures)
@@ -144,6 +144,9 @@ class Bench:
         """Whole cycles; ``seconds`` is what a step took on the slowest rank, so all ranks come to the same number."""
         wanted = min(self.steps, math.ceil(TURN_SECONDS / seconds))
         return contender.cycle * -(-wanted // contender.cycle)
+
+    def _rounds_a_turn(self, seconds: float) -> int:
+        return max(1, min(math.ceil(seconds / SHARE_SECONDS), self.rounds // FEWEST_TURNS))
 
     def _measure(self, trial: Trial, contender: Contender, steps: int, topology: Topology) -> dict[str, Any]:
         self._steps(trial, contender.lead)
@@ -207,8 +210,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=5,
-        help="rounds; hooks whose turns are long join every other one (default: %(default)s)",
+        default=9,
+        help="rounds; hooks whose turns are long sit out some of them (default: %(default)s)",
     )
     parser.add_argument("--output", default="bench.json", help="where the result goes (default: %(default)s)")
 

@@ -53,8 +53,8 @@ INTRODUCTION = """# Benchmarks
 This page is written by `make bench` (as root: the laboratory needs network namespaces), each section from its last run.
 Measure your own cluster with `accel-commhooks bench`, which makes the same tables; a hook that wins here may lose there.
 
-How to read the tables: contenders take turns in one run, one with long turns every other round; every figure is the median of
-its rounds, *quartiles* shows how far they scatter. Between runs the machine itself is up to a tenth faster or slower, and what
+How to read the tables: contenders take turns in one run, one with long turns in fewer rounds; every figure is the median of its
+turns, *quartiles* shows how far they scatter. Between runs the machine itself is up to a tenth faster or slower, and what
 waits for the link is not, so ratios to `noop` move by as much (`benchmarks/compare.py` compares two runs). `noop` sends nothing
 and is the limit of what any hook can reach; `x noop` and `x allreduce` are ratios of step times (smaller is faster). *blocked s*
 is the time a step waits for collectives on the host. MB are what one node sends

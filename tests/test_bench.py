@@ -146,17 +146,17 @@ def test_a_result_has_every_figure(result, capsys):
 
 def _all_turns_are_long(rank, world_size, output):
     contenders = [hook_contender(text) for text in ("noop", "post_localsgd{period: 4}")]
-    with patch("accel_commhooks.bench.LONG_TURN_SECONDS", 0):
-        return Bench(bench_models.load(None, "1M"), contenders, 1, 8, 2, 5, output).run().to_dict()
+    with patch("accel_commhooks.bench.SHARE_SECONDS", 1e-6):
+        return Bench(bench_models.load(None, "1M"), contenders, 1, 8, 2, 6, output).run().to_dict()
 
 
-def test_a_long_turn_is_taken_every_other_round(pool, tmp_path):
+def test_long_turns_sit_out_rounds_but_are_taken_three_times(pool, tmp_path):
     content = pool.run(_all_turns_are_long, 2, str(tmp_path / "result.json"))[0]
     first, second = content["contenders"]
     assert len(first["turns"]) == 3  # rounds 1, 3, 5
-    assert len(second["turns"]) == 3  # rounds 1, 2, 4
+    assert len(second["turns"]) == 4  # rounds 1, 2, 4, 6
     # Wherever in the period a turn begins, it holds one averaging.
-    assert [turn["mb_within"] for turn in second["turns"]] == [pytest.approx(second["predicted"]["mb_within"])] * 3
+    assert [turn["mb_within"] for turn in second["turns"]] == [pytest.approx(second["predicted"]["mb_within"])] * 4
 
 
 def test_what_plain_ddp_sends_is_read_from_the_devices(result):
