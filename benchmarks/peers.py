@@ -195,7 +195,7 @@ PEERS = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
-    parser.set_defaults(hooks=OURS, output="peers.json", batch=12, rounds=11)
+    parser.set_defaults(hooks=OURS, output="peers.json", batch=12)
     parsed = parser.parse_args()
     contenders = [*map(hook_contender, split_hooks(parsed.hooks)), *PEERS]
     device = open_ranks()
