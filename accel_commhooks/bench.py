@@ -39,6 +39,7 @@ TURN_SECONDS = 2.0
 SHARE_SECONDS = 4.0
 """Of a round, for one contender: a turn that takes k times as long is taken every k-th round."""
 FEWEST_TURNS = 3
+"""However long they are, if there are as many rounds."""
 
 
 @dataclass

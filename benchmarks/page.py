@@ -55,9 +55,9 @@ Measure your own cluster with `accel-commhooks bench`, which makes the same tabl
 
 How to read the tables: contenders take turns in one run, one with long turns in fewer rounds; every figure is the median of its
 turns, *quartiles* shows how far they scatter. Between runs the machine itself is up to a tenth faster or slower, and what
-waits for the link is not, so ratios to `noop` move by as much (`benchmarks/compare.py` compares two runs). `noop` sends nothing
-and is the limit of what any hook can reach; `x noop` and `x allreduce` are ratios of step times (smaller is faster). *blocked s*
-is the time a step waits for collectives on the host. MB are what one node sends
+waits for the link is not, so ratios to `noop` move by as much, and in a bad hour more (`benchmarks/compare.py` compares two
+runs). `noop` sends nothing and is the limit of what any hook can reach; `x noop` and `x allreduce` are ratios of step times
+(smaller is faster). *blocked s* is the time a step waits for collectives on the host. MB are what one node sends
 in a step; a `~` marks bytes read from the network device, for those whose traffic does not pass through our counters."""
 
 
@@ -77,7 +77,8 @@ def _peers(results: dict[str, dict]) -> list[str]:
         _bars_table(list(_bars(result))),
         "How far blocking averaging is from `noop` depends on how long a step is: a whole model every 8 steps keeps the link "
         "busy for 56 MB at 25 MB/s, which is 0.28 s for each step by whatever means (torch's averager and Accelerate's need "
-        "the same). That is less than half a step only where a step takes 0.56 s or more.",
+        "the same); *blocked s* has the ranks' waiting for each other too. So it cannot be less than half a step where a step "
+        "takes less than 0.56 s.",
     ]
 
 
