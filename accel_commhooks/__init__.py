@@ -4,14 +4,14 @@
 ``Accelerator``; ``accel_commhooks.trainer`` holds the callbacks for ``transformers.Trainer``, which is not imported here.
 """
 
-from .attachment import Attachment, attach, attachment_of
-from .config import CommHookConfig
-from .errors import CommHookError, CompatibilityError, ConfigError
+from .attachment.handle import Attachment, attach, attachment_of
+from .config.config import CommHookConfig
+from .config.errors import CommHookError, CompatibilityError, ConfigError
+from .config.options import HookOptions, option
+from .config.registry import available_hooks, get_hook, register_hook
 from .hooks.base import CommHook
-from .install import install
-from .kwargs import CommHookKwargs
-from .options import HookOptions, option
-from .registry import available_hooks, get_hook, register_hook
+from .ways_in.accelerate import CommHookKwargs
+from .ways_in.install import install
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from .launch import run_script
+from .ways_in.launch import run_script
 
 if __name__ == "__main__":
     run_script(sys.argv[1:])

@@ -24,8 +24,8 @@ import yaml
 matplotlib.use("Agg")
 import matplotlib.pyplot as pyplot
 
-from accel_commhooks.bench_report import machine, versions, write_json
-from accel_commhooks.plot import COLOURS, DASHES, draw_runs, trainer_curve
+from accel_commhooks.bench.plot import COLOURS, DASHES, draw_runs, trainer_curve
+from accel_commhooks.bench.report import machine, versions, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "accuracy"

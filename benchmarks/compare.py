@@ -10,7 +10,7 @@ import argparse
 import itertools
 import sys
 
-from accel_commhooks.bench_report import read_result
+from accel_commhooks.bench.report import read_result
 
 TOLERANCE = 0.1
 

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from accel_commhooks.bench import open_ranks
-from accel_commhooks.bench_contenders import Contender, Trial, hook_contender, split_hooks
-from accel_commhooks.bench_models import Batch, BenchTransformer
-from accel_commhooks.bench_probes import card_bytes
-from accel_commhooks.bench_report import machine, versions, write_json
+from accel_commhooks.bench.contenders import Contender, Trial, hook_contender, split_hooks
+from accel_commhooks.bench.models import Batch, BenchTransformer
+from accel_commhooks.bench.probes import card_bytes
+from accel_commhooks.bench.report import machine, versions, write_json
+from accel_commhooks.bench.run import open_ranks
 
 LEARNED_FIRST = ("json", "logging", "asyncio", "concurrent")
 FINE_TUNED_ON = ("email", "http", "urllib", "xml")

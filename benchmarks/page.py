@@ -10,8 +10,8 @@ from typing import Any
 
 import convergence
 
-from accel_commhooks.bench_report import heading, markdown_table
-from accel_commhooks.plot import plot
+from accel_commhooks.bench.plot import plot
+from accel_commhooks.bench.report import heading, markdown_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 README_TABLE = re.compile(r"(<!-- bench:begin -->\n).*?(<!-- bench:end -->)", re.DOTALL)

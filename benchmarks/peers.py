@@ -26,9 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_commhooks import bench_models
-from accel_commhooks.bench import Bench, add_arguments, open_ranks
-from accel_commhooks.bench_contenders import (
+from accel_commhooks.bench import models as bench_models
+from accel_commhooks.bench.contenders import (
     STEPS_TO_START,
     Contender,
     Trial,
@@ -37,7 +36,8 @@ from accel_commhooks.bench_contenders import (
     make_optimizer,
     split_hooks,
 )
-from accel_commhooks.bench_report import print_table
+from accel_commhooks.bench.report import print_table
+from accel_commhooks.bench.run import Bench, add_arguments, open_ranks
 
 PERIOD = 8
 RANK = 4

@@ -18,7 +18,7 @@ from pathlib import Path
 from page import RESULTS, write_page
 from slow_link import why_not
 
-from accel_commhooks.bench_report import write_json
+from accel_commhooks.bench.report import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE, LINK = "200mbit", "200 Mbit/s"

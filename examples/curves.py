@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from demo import Run
 
-from accel_commhooks.plot import COLOURS, DASHES
+from accel_commhooks.bench.plot import COLOURS, DASHES
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "examples"

@@ -24,7 +24,7 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from accel_commhooks.plot import COLOURS, DASHES
+from accel_commhooks.bench.plot import COLOURS, DASHES
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = "plain DDP"

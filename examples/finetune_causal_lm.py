@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator, get_scheduler
 
 from accel_commhooks import CommHookKwargs
-from accel_commhooks.config import ENVIRONMENT_VARIABLE
+from accel_commhooks.config.config import ENVIRONMENT_VARIABLE
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from accel_commhooks.config import ENVIRONMENT_VARIABLE
+from accel_commhooks.config.config import ENVIRONMENT_VARIABLE
 from accel_commhooks.trainer import CommHookCallback
 
 FILE_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json"}

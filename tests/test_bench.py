@@ -12,13 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from accel_commhooks import ConfigError, bench_models
-from accel_commhooks.advise import advise
-from accel_commhooks.bench import Bench
-from accel_commhooks.bench_contenders import Contender, hook_contender, parse_hook, parse_hooks, split_hooks
-from accel_commhooks.bench_report import markdown_table, print_table, read_result, rows
-from accel_commhooks.cli import main
-from accel_commhooks.plot import plot
+from accel_commhooks import ConfigError
+from accel_commhooks.bench import models as bench_models
+from accel_commhooks.bench.advise import advise
+from accel_commhooks.bench.contenders import Contender, hook_contender, parse_hook, parse_hooks, split_hooks
+from accel_commhooks.bench.plot import plot
+from accel_commhooks.bench.report import markdown_table, print_table, read_result, rows
+from accel_commhooks.bench.run import Bench
+from accel_commhooks.cli.main import main
 
 FIGURES = ("s_per_step", "mb_within", "mb_between", "optimizer_state_mb", "peak_memory_mb", "tokens_per_s")
 
@@ -146,7 +147,7 @@ def test_a_result_has_every_figure(result, capsys):
 
 def _all_turns_are_long(rank, world_size, output):
     contenders = [hook_contender(text) for text in ("noop", "post_localsgd{period: 4}")]
-    with patch("accel_commhooks.bench.SHARE_SECONDS", 1e-6):
+    with patch("accel_commhooks.bench.run.SHARE_SECONDS", 1e-6):
         return Bench(bench_models.load(None, "1M"), contenders, 1, 8, 2, 6, output).run().to_dict()
 
 

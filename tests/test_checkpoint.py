@@ -6,7 +6,8 @@ import pytest
 import torch
 from models import Net, make_ddp, train
 
-from accel_commhooks import attach, checkpoint
+from accel_commhooks import attach
+from accel_commhooks.attachment import checkpoint
 
 
 def _save(rank, world_size, folder, name, options, steps=4):

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from accel_commhooks import available_hooks
-from accel_commhooks.cli import main
+from accel_commhooks.cli.main import main
 
 
 def test_list_names_every_hook(capsys):

@@ -6,8 +6,8 @@ import textwrap
 import pytest
 
 from accel_commhooks import CommHookConfig, ConfigError
-from accel_commhooks.config import ENVIRONMENT_VARIABLE
-from accel_commhooks.hooks.powersgd import PowerSGDOptions
+from accel_commhooks.config.config import ENVIRONMENT_VARIABLE
+from accel_commhooks.hooks.powersgd.hook import PowerSGDOptions
 
 
 def test_the_same_from_file_mapping_name_and_environment(tmp_path, monkeypatch):

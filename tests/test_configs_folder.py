@@ -11,8 +11,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from accel_commhooks import CommHookConfig, available_hooks, get_hook
-from accel_commhooks.config import read_mapping
-from accel_commhooks.options import HookOptions
+from accel_commhooks.config.config import read_mapping
+from accel_commhooks.config.options import HookOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 HOOK_FILES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -208,7 +208,9 @@ class HostReads(TorchDispatchMode):
 
 
 def _host_reads(rank, world_size, name):
-    with patch("accel_commhooks.lowrank.on_host", lambda tensor: False):  # the way that an accelerator takes
+    with patch(
+        "accel_commhooks.hooks.powersgd.lowrank.on_host", lambda tensor: False
+    ):  # the way that an accelerator takes
         return _count_host_reads(rank, name)
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from accel_commhooks import CommHookConfig, available_hooks, costs
-from accel_commhooks.bench_contenders import STEPS_TO_START, cycle, hook_contender, lead, parse_hook, start_at_once
-from accel_commhooks.bench_models import BenchTransformer
-from accel_commhooks.topology import Topology
+from accel_commhooks import CommHookConfig, available_hooks
+from accel_commhooks.bench.contenders import STEPS_TO_START, cycle, hook_contender, lead, parse_hook, start_at_once
+from accel_commhooks.bench.models import BenchTransformer
+from accel_commhooks.comm import cost as costs
+from accel_commhooks.comm.topology import Topology
 
 HOOKS = [
     "allreduce",

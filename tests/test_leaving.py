@@ -11,7 +11,7 @@ SCRIPT = """
 import os, sys
 import torch
 import torch.distributed as dist
-from accel_commhooks.collectives import Communicator
+from accel_commhooks.comm.collectives import Communicator
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 sys.setswitchinterval(1000)
 dist.init_process_group("gloo")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from accel_commhooks import lowrank
-from accel_commhooks.lowrank import (
+from accel_commhooks.hooks.powersgd import lowrank
+from accel_commhooks.hooks.powersgd.lowrank import (
     add_and_project,
     approximate,
     orthogonalize,

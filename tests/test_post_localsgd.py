@@ -15,8 +15,8 @@ from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 
 from accel_commhooks import attach
-from accel_commhooks.averaging import BUCKET_BYTES, average_in_place, slices
-from accel_commhooks.collectives import Communicator
+from accel_commhooks.comm.collectives import Communicator
+from accel_commhooks.hooks.local_sgd.averaging import BUCKET_BYTES, average_in_place, slices
 
 
 def _ours(rank, world_size, steps, options, optimizer_name="adamw", **ddp_options):

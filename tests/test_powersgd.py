@@ -82,7 +82,7 @@ def _against_torch(rank, world_size):
 
 def _ours_first_q_then(hook):
     """torch draws its first Q by bucket; give it the ones that ours draws by name, so that the runs are comparable."""
-    from accel_commhooks.lowrank import orthogonalize, random_factor
+    from accel_commhooks.hooks.powersgd.lowrank import orthogonalize, random_factor
 
     def wrapped(state, bucket):
         if state.iter >= state.start_powerSGD_iter and 0 not in state.p_memory_dict:
@@ -290,7 +290,7 @@ def test_a_gradient_of_low_rank_does_not_cost_the_rank_for_good(pool, options, l
 
 def _scaled_run_elsewhere(*args):
     """The same by the way that an accelerator takes."""
-    with patch("accel_commhooks.lowrank.on_host", lambda tensor: False):
+    with patch("accel_commhooks.hooks.powersgd.lowrank.on_host", lambda tensor: False):
         return _scaled_run(*args)
 
 

@@ -8,8 +8,8 @@ import pytest
 from models import distance, make_ddp, train, weights
 
 from accel_commhooks import ConfigError, attach, available_hooks, get_hook, register_hook
+from accel_commhooks.config.registry import unregister_hook
 from accel_commhooks.hooks.base import CommHook
-from accel_commhooks.registry import unregister_hook
 
 PLUGIN = Path(__file__).parent / "plugin"
 

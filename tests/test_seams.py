@@ -10,7 +10,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_commhooks import CommHookKwargs, seams
+from accel_commhooks import CommHookKwargs
+from accel_commhooks.upstream import seams
 
 
 def test_end_of_backward_comes_after_the_last_gradient():

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_commhooks import ConfigError, topology
-from accel_commhooks.collectives import Communicator, _binomial_children
-from accel_commhooks.hierarchy import NodeReduction
-from accel_commhooks.topology import Topology
+from accel_commhooks import ConfigError
+from accel_commhooks.comm import topology
+from accel_commhooks.comm.collectives import Communicator, _binomial_children
+from accel_commhooks.comm.hierarchy import NodeReduction
+from accel_commhooks.comm.topology import Topology
 
 
 def test_nodes_by_host():

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from models import Net, distance, loss_of, make_ddp, train, two_groups, weights
 from torch import nn
 
-from accel_commhooks import CompatibilityError, attach, seams
+from accel_commhooks import CompatibilityError, attach
+from accel_commhooks.upstream import seams
 
 # Attention's key bias has no gradient but rounding; Adam would make full steps of it.
 EPSILON = 1e-3

@@ -1,1 +1,1 @@
-"""Hooks: one file each, which registers itself."""
+"""The algorithms: what a hook is (base), plain and foreign hooks, and one folder for each method."""

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from ..collectives import Communicator
-from ..options import HookOptions
+from ..comm.collectives import Communicator
+from ..config.options import HookOptions
 
 State = dict[str, Any]
 

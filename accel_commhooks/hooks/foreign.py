@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, nearest
-from ..options import HookOptions, option
+from ..config.errors import ConfigError, nearest
+from ..config.options import HookOptions, option
 from .base import CommHook, HookContext
 
 _TORCH_PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"

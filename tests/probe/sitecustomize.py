@@ -37,9 +37,9 @@ if "PROBE_FOLDER" in os.environ:
 
     class Finder:
         def find_spec(self, name, path=None, target=None):
-            if name == "accel_commhooks.kwargs":  # imported after the attachment module, once
+            if name == "accel_commhooks.ways_in.accelerate":  # imported after the attachment module, once
                 sys.meta_path.remove(self)
-                attachment = sys.modules["accel_commhooks.attachment"].Attachment
+                attachment = sys.modules["accel_commhooks.attachment.handle"].Attachment
                 original = attachment.__init__
 
                 def remember(self, *args, **kwargs):

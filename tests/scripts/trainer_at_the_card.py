@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from accel_commhooks.bench_probes import card_bytes
+from accel_commhooks.bench.probes import card_bytes
 from accel_commhooks.trainer import CommHookCallback
 
 

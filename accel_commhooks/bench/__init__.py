@@ -1,0 +1,1 @@
+"""Measuring hooks against each other, and what is made of the results: tables, advice, pictures."""

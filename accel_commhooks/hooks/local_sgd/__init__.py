@@ -1,0 +1,1 @@
+"""Local SGD: replicas that step on their own and are averaged now and then."""

@@ -1,0 +1,141 @@
+"""Post-local SGD (arXiv:1808.07217): plain DDP first, then local steps with an averaging now and then.
+
+For ``start_localSGD_iter`` steps gradients are averaged over everyone. From then on DDP sleeps: nothing crosses between
+nodes, not even DDP's own bitmaps and buffer broadcasts. Gradients are averaged inside the node (or another subgroup) at
+the end of backward, and every ``period`` steps the replicas meet: see replicas.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ...comm.collectives import Group
+from ...config.errors import ConfigError
+from ...config.options import option
+from ...config.registry import register_hook
+from ..base import HookContext, QueueHook, State
+from .averaging import average_in_place
+from .replicas import AveragingOptions, Replicas
+
+
+def _is_subgroup(value: str | list) -> str | None:
+    if value in ("node", "none"):
+        return None
+    if isinstance(value, list) and value and all(isinstance(ranks, list) and ranks for ranks in value):
+        flat = [rank for ranks in value for rank in ranks]
+        if sorted(flat) == list(range(len(flat))):
+            return None
+    return f"subgroup must be node, none, or lists that hold every rank once, like [[0, 1], [2, 3]], but got {value!r}"
+
+
+@dataclass(kw_only=True)
+class PostLocalSGDOptions(AveragingOptions):
+    start_localSGD_iter: int = option(100, "Optimizer steps of plain DDP before local steps start.", at_least=0)
+    post_local_gradient_allreduce: bool = option(True, "Average gradients inside the subgroup at local steps.")
+    subgroup: str | list = option(
+        "node", "Who averages gradients at local steps: node, none, or lists of ranks.", check=_is_subgroup
+    )
+    warmup_steps: int | None = option(
+        None, "Steps before the first averaging; start_localSGD_iter when not given.", at_least=0
+    )
+
+    def check(self) -> None:
+        if self.warmup_steps is None:
+            self.warmup_steps = self.start_localSGD_iter
+        super().check()
+
+
+@register_hook("post_localsgd")
+class PostLocalSGDHook(QueueHook):
+    """Local steps with an averaging now and then: 1/period of DDP's bytes, no waiting in between."""
+
+    Options = PostLocalSGDOptions
+    needs_optimizer = True
+
+    def __init__(self, options: PostLocalSGDOptions, context: HookContext):
+        super().__init__(options, context)
+        self._subgroup = self._make_subgroup(options)
+        self.replicas = Replicas(options, self.comm, context.names, context.buffers)
+
+    def _make_subgroup(self, options: PostLocalSGDOptions) -> Group:
+        everyone_alone = [[rank] for rank in range(self.comm.size)]
+        if not options.post_local_gradient_allreduce or options.subgroup == "none":
+            return self.comm.subgroup(everyone_alone)
+        if options.subgroup == "node":
+            return self.comm.subgroup(self.comm.topology.nodes)
+        groups = list(options.subgroup)
+        if sum(map(len, groups)) != self.comm.size:
+            raise ConfigError(f"subgroup must hold each of the {self.comm.size} ranks once, but got {groups!r}")
+        return self.comm.subgroup(groups)
+
+    def bind(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.replicas.optimizers = optimizers
+
+    # One step.
+
+    def _is_local(self) -> bool:
+        return self.step >= self.options.start_localSGD_iter
+
+    def before_forward(self) -> None:
+        self.replicas.before_step(local=self._is_local())
+
+    def reduces_this_step(self) -> bool:
+        return not self._is_local()
+
+    def start(self, bucket: dist.GradBucket) -> Callable[[], torch.Tensor]:
+        return self.comm.all_reduce(bucket.buffer()).wait
+
+    def after_unreduced_backward(self, parameters: list[torch.Tensor]) -> None:
+        """The mean over the subgroup, with DDP's rule: what nobody used keeps no gradient."""
+        if self._subgroup.size == 1:
+            return
+        trainable = [p for p in parameters if p.requires_grad]
+        missing = [p for p in trainable if p.grad is None]
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        if self.context.finds_unused:
+            gone = set(map(id, missing))
+            flags = torch.tensor([float(id(p) not in gone) for p in trainable], device=trainable[0].device)
+            self.comm.all_reduce(flags, group=self._subgroup).wait()
+            if missing:  # only a rank that has to know asks the device
+                used = dict(zip(map(id, trainable), (flags > 0).tolist(), strict=True))
+                missing = [p for p in missing if not used[id(p)]]
+        gradients = [p.grad for p in trainable if p.grad is not None]
+        average_in_place(self.comm, gradients, group=self._subgroup)
+        for parameter in missing:
+            parameter.grad = None
+
+    def step_done(self) -> None:
+        if self._is_local() and self._subgroup.size < self.comm.size:
+            self.replicas.mark_diverged()
+        self.replicas.after_step(self.step)
+        super().step_done()
+
+    # Around the steps.
+
+    def synchronize(self) -> None:
+        self.replicas.synchronize()
+
+    def begin_consensus(self) -> None:
+        self.replicas.show_consensus()
+
+    def end_consensus(self) -> None:
+        self.replicas.hide_consensus()
+
+    def metrics(self) -> dict[str, float]:
+        return self.replicas.metrics()
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "replicas": self.replicas.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.replicas.load_state_dict(state["replicas"])
+
+    def merge_states(self, states: Iterable[State]) -> State:
+        first = next(iter(states))
+        return {**first, "replicas": Replicas.merge([first["replicas"]])}

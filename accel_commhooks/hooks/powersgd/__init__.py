@@ -1,0 +1,1 @@
+"""PowerSGD: low-rank gradient compression with error feedback."""

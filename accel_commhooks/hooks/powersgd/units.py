@@ -1,0 +1,200 @@
+"""Where PowerSGD's matrices, factors and residuals lie in memory.
+
+A :class:`Unit` is what is compressed together (the gradients of one bucket). All that it sends lies in one flat buffer::
+
+    [ P of all matrices | vectors | flags | Q of all matrices ]
+
+so that P, vectors and flags travel in one collective, and so do vectors, flags and Q. Matrices of one shape stand side by
+side and are orthogonalised in one call.
+
+:class:`Memory` keeps what outlives a step, by parameter name. While a unit is in use the memory points into it; when DDP
+rebuilds its buckets, new units are filled from the old ones by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...comm.hierarchy import Waitable
+
+SPARE = 1e-35  # below what rounding leaves of any gradient that matters, above float32's smallest numbers
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix: its place in the unit's flat gradient, and the rank it is compressed to."""
+
+    name: str
+    offset: int
+    rows: int
+    columns: int
+    rank: int
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.rows, self.columns, self.rank
+
+
+@dataclass(eq=False)
+class ShapeGroup:
+    """Matrices of one shape, and their factors: [b, r, n] and [b, r, m]."""
+
+    matrices: list[Matrix]
+    p: torch.Tensor
+    """The left factor of this step."""
+    q: torch.Tensor
+    """The right factor of this step."""
+    flags: torch.Tensor
+    """[b, 1, 1]: above zero where some rank had a gradient."""
+    errors: list[torch.Tensor]
+    """The residual of each matrix, [n + 1, m]: the last row is nobody's (see lowrank.approximate). Empty where none is kept."""
+    q_kept: torch.Tensor
+    """The right factor to start from, kept from step to step."""
+    p_kept: torch.Tensor | None
+    """The left factor to start from, where both take turns."""
+    q_spare: torch.Tensor
+    """Random and so small that only rows of a factor that are zero notice when it is added."""
+    p_spare: torch.Tensor | None
+
+    def start_p(self) -> torch.Tensor:
+        """See :meth:`start_q`."""
+        assert self.p_kept is not None and self.p_spare is not None
+        return self.p_kept + self.p_spare
+
+    def start_q(self) -> torch.Tensor:
+        """The factor to start from. Where the last gradient had too low a rank to leave one, its rows start afresh."""
+        return self.q_kept + self.q_spare
+
+
+@dataclass(eq=False)
+class Unit:
+    """The buffers of what is compressed together, and where it stands in this step."""
+
+    numel: int
+    groups: list[ShapeGroup]
+    vectors: list[tuple[int, int]]
+    """(offset, length) of what travels uncompressed."""
+    flat: torch.Tensor
+    left: slice
+    small: slice
+    right: slice
+    residuals: list[tuple[str, int, int]]
+    """(parameter, offset, length) of the residuals that are remembered, where the gradient has them."""
+
+    m: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    pending: list[Waitable] = field(default_factory=list)
+    started: bool = False
+    deliver: Callable[[], None] = lambda: None
+
+    @classmethod
+    def allocate(
+        cls,
+        numel: int,
+        matrices: list[Matrix],
+        vectors: list[tuple[int, int]],
+        residuals: list[tuple[str, int, int]],
+        *,
+        like: torch.Tensor,
+        draw: Callable[[str, int, int], torch.Tensor],
+        keeps_p: bool,
+        keeps_error: bool,
+    ) -> Unit:
+        """Buffers of at least float32, on the device of the gradients; ``draw(key, r, n)`` gives random factors."""
+        make: dict[str, Any] = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
+        by_shape: dict[tuple[int, int, int], list[Matrix]] = {}
+        for matrix in matrices:
+            by_shape.setdefault(matrix.shape, []).append(matrix)
+        size_p = sum(len(same) * n * r for (n, _, r), same in by_shape.items())
+        size_q = sum(len(same) * m * r for (_, m, r), same in by_shape.items())
+        size_vectors = sum(length for _, length in vectors)
+        size_small = size_vectors + len(matrices)
+        flat = torch.zeros(size_p + size_small + size_q, **make)
+        groups, at_p, at_flag, at_q = [], 0, size_p + size_vectors, size_p + size_small
+        for (n, m, r), same in by_shape.items():
+            b = len(same)
+            random_q = torch.stack([draw(matrix.name, r, m) for matrix in same]).to(**make)
+            random_p = torch.stack([draw(f"{matrix.name}/p", r, n) for matrix in same]).to(**make) if keeps_p else None
+            groups.append(
+                ShapeGroup(
+                    matrices=same,
+                    p=flat[at_p : at_p + b * n * r].view(b, r, n),
+                    q=flat[at_q : at_q + b * m * r].view(b, r, m),
+                    flags=flat[at_flag : at_flag + b].view(b, 1, 1),
+                    errors=[torch.zeros(n + 1, m, **make) for _ in same] if keeps_error else [],
+                    q_kept=random_q,
+                    p_kept=None if random_p is None else torch.zeros_like(random_p),
+                    q_spare=random_q * SPARE,
+                    p_spare=None if random_p is None else random_p * SPARE,
+                )
+            )
+            at_p, at_flag, at_q = at_p + b * n * r, at_flag + b, at_q + b * m * r
+        return cls(
+            numel=numel,
+            groups=groups,
+            vectors=vectors,
+            flat=flat,
+            left=slice(0, size_p),
+            small=slice(size_p, size_p + size_small),
+            right=slice(size_p + size_small, size_p + size_small + size_q),
+            residuals=residuals,
+        )
+
+    def wait(self) -> None:
+        """Wait for the collectives of this unit, in the order in which they were issued."""
+        for pending in self.pending:
+            pending.wait()
+        self.pending = []
+
+    def pack_vectors(self) -> None:
+        at = self.small.start
+        for offset, length in self.vectors:
+            self.flat[at : at + length].copy_(self.m[offset : offset + length])
+            at += length
+
+    def unpack_vectors(self) -> None:
+        at = self.small.start
+        for offset, length in self.vectors:
+            self.m[offset : offset + length].copy_(self.flat[at : at + length])
+            at += length
+
+    def remembered(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(kind, name, tensor) of everything that outlives a step."""
+        for group in self.groups:
+            for index, matrix in enumerate(group.matrices):
+                yield "q", matrix.name, group.q_kept[index]
+                if group.p_kept is not None:
+                    yield "p", matrix.name, group.p_kept[index]
+                if group.errors:
+                    end = matrix.offset + matrix.rows * matrix.columns
+                    for name, offset, length in self.residuals:
+                        if matrix.offset <= offset < end:
+                            start = offset - matrix.offset
+                            yield "error", name, group.errors[index].view(-1)[start : start + length]
+
+
+class Memory:
+    """What outlives a step: factors and residuals by parameter name."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[str, torch.Tensor]] = {"q": {}, "p": {}, "error": {}}
+
+    def move_into(self, unit: Unit) -> None:
+        """Fill a new unit with what is known of its parameters."""
+        for kind, name, tensor in unit.remembered():
+            old = self._kept[kind].get(name)
+            if old is not None and old.numel() == tensor.numel():
+                tensor.copy_(old.reshape(tensor.shape))
+            self._kept[kind][name] = tensor
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {kind: {name: t.detach().clone() for name, t in kept.items()} for kind, kept in self._kept.items()}
+
+    def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        self._kept = {kind: dict(kept) for kind, kept in state.items()}

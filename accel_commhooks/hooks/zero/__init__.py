@@ -1,0 +1,1 @@
+"""ZeRO overlap: optimizer state divided among the ranks, communication hidden."""
