@@ -1,16 +1,19 @@
 """Communication hooks for data-parallel fine-tuning on slow networks.
 
-``attach`` puts a hook on a DDP model, ``install`` on every DDP model built later, ``CommHookKwargs`` hands one to an
-``Accelerator``; ``accel_commhooks.trainer`` holds the callbacks for ``transformers.Trainer``, which is not imported here.
+``attach`` puts a hook on a DDP model, ``install`` on every DDP model built later, and ``CommHookKwargs`` hands one to an
+``Accelerator``. ``accel_commhooks.trainer`` holds the callbacks for ``transformers.Trainer``; transformers is not imported
+here.
 """
 
-from .attachment.handle import Attachment, attach, attachment_of
+from .attachment.handle import Attachment, attach
+from .attachment.slot import attachment_of
 from .config.config import CommHookConfig
 from .config.errors import CommHookError, CompatibilityError, ConfigError
 from .config.options import HookOptions, option
 from .config.registry import available_hooks, get_hook, register_hook
 from .hooks.base import CommHook
-from .ways_in.accelerate import CommHookKwargs
+from .hooks.local_sgd.averagers import HierarchicalModelAverager, PeriodicModelAverager
+from .ways_in.accelerate_kwargs import CommHookKwargs
 from .ways_in.install import install
 
 __version__ = "0.1.0"
@@ -23,7 +26,9 @@ __all__ = [
     "CommHookKwargs",
     "CompatibilityError",
     "ConfigError",
+    "HierarchicalModelAverager",
     "HookOptions",
+    "PeriodicModelAverager",
     "attach",
     "attachment_of",
     "available_hooks",

@@ -1,4 +1,4 @@
-"""``python -m accel_commhooks CONFIG train.py [arguments]``: see launch.py."""
+"""``python -m accel_commhooks CONFIG train.py [arguments]``: see ways_in/launch.py."""
 
 import sys
 

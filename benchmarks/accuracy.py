@@ -1,7 +1,7 @@
 """docs/accuracy.md: two examples with plain DDP and with each hook, at equal steps, three seeds.
 
 ``python benchmarks/accuracy.py`` runs them under the real ``accelerate launch`` on two CPU processes, which stand for two
-nodes. A finished run in out/accuracy is not made again, so an interrupted series goes on; delete the folder to start anew.
+nodes. A finished run in out/accuracy is not made again, so an interrupted series goes on; delete the folder to start afresh.
 """
 
 from __future__ import annotations

@@ -53,12 +53,12 @@ INTRODUCTION = """# Benchmarks
 This page is written by `make bench` (as root: the laboratory needs network namespaces), each section from its last run.
 Measure your own cluster with `accel-commhooks bench`, which makes the same tables; a hook that wins here may lose there.
 
-How to read the tables: contenders take turns in one run, one with long turns in fewer rounds; every figure is the median of its
-turns, *quartiles* shows how far they scatter. Between runs the machine itself is up to a tenth faster or slower, and what
-waits for the link is not, so ratios to `noop` move by as much, and in a bad hour more (`benchmarks/compare.py` compares two
+How to read the tables. Contenders take turns in one run; those with long turns take part in fewer rounds. Every figure is the
+median of a contender's turns, and *quartiles* shows their spread. From run to run the machine itself is up to a tenth faster or
+slower, while the link is not, so ratios to `noop` vary by as much, and sometimes by more (`benchmarks/compare.py` compares two
 runs). `noop` sends nothing and is the limit of what any hook can reach; `x noop` and `x allreduce` are ratios of step times
-(smaller is faster). *blocked s* is the time a step waits for collectives on the host. MB are what one node sends
-in a step; a `~` marks bytes read from the network device, for those whose traffic does not pass through our counters."""
+(smaller is faster). *blocked s* is the time that the host waits for collectives in a step. MB are what one node sends in a step;
+a `~` marks bytes read from the network device, for contenders whose traffic does not pass through our counters."""
 
 
 def _about(result: dict[str, Any]) -> str:
@@ -75,10 +75,10 @@ def _peers(results: dict[str, dict]) -> list[str]:
         markdown_table(result),
         "### What each hook must reach",
         _bars_table(list(_bars(result))),
-        "How far blocking averaging is from `noop` depends on how long a step is: a whole model every 8 steps keeps the link "
-        "busy for 56 MB at 25 MB/s, which is 0.28 s for each step by whatever means (torch's averager and Accelerate's need "
-        "the same); *blocked s* has the ranks' waiting for each other too. So it cannot be less than half a step where a step "
-        "takes less than 0.56 s.",
+        "The ratio of blocking averaging to `noop` depends on how long a step is. Sending the whole model, 56 MB at 25 MB/s, "
+        "every 8 steps takes 0.28 s per step, whoever does it (torch's averager and Accelerate's need the same); *blocked s* "
+        "also contains the time that ranks wait for each other. Where a step takes less than 0.56 s, the ratio is therefore "
+        "above 1.5.",
     ]
 
 
@@ -87,10 +87,14 @@ def _loopback(results: dict[str, dict]) -> list[str]:
     base = _by_label(result)["ddp"]["s_per_step"]
     entries = [e for e in result["contenders"] if "s_per_step" in e and e["label"] not in ("ddp", "noop", "allreduce")]
     losers = [f"`{e['label']}` ({e['s_per_step'] / base:.2f})" for e in entries if e["s_per_step"] > base]
-    lost = f"Slower than plain DDP here, step by step: {', '.join(losers)}." if losers else "No hook was slower here."
+    lost = (
+        f"Slower than plain DDP here (ratio of step times): {', '.join(losers)}."
+        if losers
+        else "No hook was slower here."
+    )
     return [
         "## No slow link: what a hook costs",
-        f"Two ranks of one machine talk over loopback, so there is little to save and compression must be paid for. {lost}",
+        f"Two ranks of one machine communicate over loopback, so there is little to save, and compression costs time. {lost}",
         f"{heading(result)}. {_about(result)}",
         "![Step times and bytes](images/loopback_bars.png)",
         markdown_table(result),
@@ -101,7 +105,7 @@ def _world(results: dict[str, dict]) -> list[str]:
     ordered = sorted(results.values(), key=lambda result: result["ranks"])
     return [
         "## Growth with the number of nodes",
-        "Sent by a node in a step, and collectives in a step; *formula* is `accel_commhooks/costs.py`. The card also carries "
+        "Sent by a node in a step, and collectives in a step; *formula* is the hook's `cost`. The card also carries "
         "headers and acknowledgements, up to a kilobyte for each message of a ring, which shows when little is sent.",
         _growth_table(ordered, lambda result: f"{result['nodes']} nodes"),
         f"```\n{ordered[0]['command']}\n```",
@@ -210,7 +214,7 @@ def _bars_table(bars: list[Bar]) -> str:
 def readme_table(result: dict[str, Any]) -> str:
     """The short form: who, seconds, how much faster than DDP, bytes."""
     ddp = _by_label(result)["ddp"]
-    lines = ["| | s/step | x DDP's speed | MB sent a step | optimizer MB a rank |", "|---|---|---|---|---|"]
+    lines = ["| | s/step | x DDP's speed | MB sent per step | optimizer MB per rank |", "|---|---|---|---|---|"]
     for entry in result["contenders"]:
         if "s_per_step" in entry:
             lines.append(

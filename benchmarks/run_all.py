@@ -1,7 +1,7 @@
 """Measures everything that the project says about speed and writes docs/benchmarks.md: what ``make bench`` runs.
 
 ``python benchmarks/run_all.py peers convergence`` measures only some of it again, ``page`` nothing; the page is always
-written anew from the results under benchmarks/results. Needs root for the slow-link laboratory.
+written again from the results under benchmarks/results. Needs root for the slow-link laboratory.
 """
 
 from __future__ import annotations

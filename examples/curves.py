@@ -1,7 +1,7 @@
 """The pictures of this folder's README: every command printed there, run in full, and its curve.
 
 ``python examples/curves.py`` takes some ten minutes and writes docs/images/example_*.png. A command that has finished before
-is not run again; delete out/examples to start anew.
+is not run again; delete out/examples to start afresh.
 """
 
 from __future__ import annotations

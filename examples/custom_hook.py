@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from accel_commhooks import HookOptions, option
-from accel_commhooks.hooks.base import QueueHook
+from accel_commhooks.comm.cost import Prediction, Problem, all_reduce
+from accel_commhooks.hooks.base import GradBucket, QueueHook
 
 
 @dataclass(kw_only=True)
 class SignOptions(HookOptions):
-    warmup_steps: int = option(20, "Optimizer steps with plain averaging first.", at_least=0)
+    warmup_steps: int = option(20, "Optimizer steps with plain averaging first.", at_least=0, delays_start=True)
 
 
 class SignHook(QueueHook):
@@ -23,7 +23,12 @@ class SignHook(QueueHook):
 
     Options = SignOptions
 
-    def start(self, bucket: dist.GradBucket) -> Callable[[], torch.Tensor]:
+    @classmethod
+    def cost(cls, options: SignOptions, problem: Problem) -> Prediction:
+        """A byte a value and a scale a bucket, for `accel-commhooks bench`."""
+        return all_reduce(problem, problem.elements + 4, 2 * len(problem.buckets()))
+
+    def start(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
         gradient = bucket.buffer()
         if self.step < self.options.warmup_steps:
             return self.comm.all_reduce(gradient).wait

@@ -29,12 +29,11 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator, get_scheduler
 
 from accel_commhooks import CommHookKwargs
-from accel_commhooks.config.config import ENVIRONMENT_VARIABLE
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--comm_hook", help=f"a hook's name or a YAML file; {ENVIRONMENT_VARIABLE} if not given")
+    parser.add_argument("--comm_hook", help="a hook's name or a YAML file; ACCELERATE_COMM_HOOK if not given")
     parser.add_argument("--model_name_or_path", help="a model of the hub, or a folder")
     parser.add_argument("--dataset_name", help="a dataset of the hub with a 'text' column")
     parser.add_argument("--dataset_config_name", help="its configuration, if it has several")
@@ -143,7 +142,7 @@ def main() -> None:
 
 def make_hook(arguments: argparse.Namespace) -> CommHookKwargs | None:
     """The hook that was named on the command line or in the environment; without one, plain DDP."""
-    named = arguments.comm_hook or os.environ.get(ENVIRONMENT_VARIABLE)
+    named = arguments.comm_hook or os.environ.get("ACCELERATE_COMM_HOOK")
     return CommHookKwargs(hook=named) if named else None
 
 

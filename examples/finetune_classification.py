@@ -32,7 +32,6 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from accel_commhooks.config.config import ENVIRONMENT_VARIABLE
 from accel_commhooks.trainer import CommHookCallback
 
 FILE_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json"}
@@ -65,9 +64,7 @@ class TaskArguments:
 class ScriptArguments(TaskArguments):
     comm_hook: str | None = field(
         default=None,
-        metadata={
-            "help": f"A hook's name or a YAML file; {ENVIRONMENT_VARIABLE} if not given; plain DDP without both."
-        },
+        metadata={"help": "A hook's name or a YAML file; ACCELERATE_COMM_HOOK if not given; plain DDP without both."},
     )
 
 
@@ -103,7 +100,7 @@ def main() -> None:
     def compute_metrics(prediction) -> dict[str, float]:
         return accuracy.compute(predictions=np.argmax(prediction.predictions, axis=1), references=prediction.label_ids)
 
-    named = script.comm_hook or os.environ.get(ENVIRONMENT_VARIABLE)
+    named = script.comm_hook or os.environ.get("ACCELERATE_COMM_HOOK")
     trainer = Trainer(
         model=model,
         args=training,

@@ -2,7 +2,7 @@
 
 ``pool.run(function, world_size, *args)`` calls ``function(rank, world_size, *args)`` in that many processes, inside a
 fresh process group, and returns their results by rank. A rank's own traceback is in the error; a rank that does not answer
-in time is shown with its stack, and the pool starts anew.
+in time is shown with its stack, and the pool starts afresh.
 """
 
 from __future__ import annotations

@@ -43,12 +43,18 @@ def test_half_precision_hooks_send_half(pool, name):
         assert 0 < distance(result["ddp"], result["hook"]) < 0.2 * distance(result["ddp"], start)
 
 
-def test_wrapper_narrows_any_hook(pool):
-    plain, wrapped = (
+def test_wire_dtype_and_its_other_name(pool):
+    by_name, *by_option = (
         pool.run(_train_twenty, 2, name, options)
-        for name, options in (("bf16_compress", {}), ("allreduce", {"wrapper": "bf16"}))
+        for name, options in (
+            ("bf16_compress", {}),
+            ("allreduce", {"wire_dtype": "bf16"}),
+            ("allreduce", {"wrapper": "bf16"}),
+            ("allreduce", {"wrapper": None, "wire_dtype": "bf16"}),
+        )
     )
-    assert distance(plain[0]["hook"], wrapped[0]["hook"]) == 0
+    for narrowed in by_option:
+        assert distance(by_name[0]["hook"], narrowed[0]["hook"]) == 0
 
 
 def make_start():

@@ -160,6 +160,26 @@ def test_long_turns_sit_out_rounds_but_are_taken_three_times(pool, tmp_path):
     assert [turn["mb_within"] for turn in second["turns"]] == [pytest.approx(second["predicted"]["mb_within"])] * 4
 
 
+PLUGIN = str(Path(__file__).parent / "plugin")
+
+
+def _third_party(rank, world_size, output):
+    sys.path.insert(0, PLUGIN)
+    contender = hook_contender("tiny_commhook:TinySignHook{every: 3, first_steps_plain: 1000}")
+    return Bench(bench_models.load(None, "1M"), [contender], 1, 8, 2, 2, output).run().to_dict()
+
+
+def test_a_third_party_hook_has_its_turns_and_its_prediction(own_pool, tmp_path):
+    """All from its own file: whole cycles are timed, compression has started, and the formula fits what was counted."""
+    (entry,) = own_pool.run(_third_party, 2, str(tmp_path / "result.json"))[0]["contenders"]
+    assert entry["hook"]["first_steps_plain"] == 2
+    # One step in three sends; a turn of two steps, as asked for, would have sent in none, one or both.
+    assert entry["predicted"]["collectives"] == pytest.approx(2 / 3)
+    for turn in entry["turns"]:
+        assert turn["collectives"] == pytest.approx(entry["predicted"]["collectives"])
+        assert turn["mb_within"] == pytest.approx(entry["predicted"]["mb_within"])
+
+
 def test_what_plain_ddp_sends_is_read_from_the_devices(result):
     """Loopback is everybody's on this machine, so only a lower bound holds here; the laboratory's tests hold both."""
     content = read_result(result)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from accel_commhooks import CommHookKwargs, CompatibilityError, attach, attachment_of, install
-from accel_commhooks.attachment import compatibility
+from accel_commhooks.config import errors
 
 
 def _text(action):
@@ -90,7 +90,7 @@ def test_two_processes_without_ddp_cannot_train_with_a_hook(pool):
 
 
 def test_one_process_is_a_single_warning(caplog):
-    compatibility._warned.clear()
+    errors._warned.clear()
     installation = install("powersgd")
     try:
         with caplog.at_level(logging.WARNING, "accel_commhooks"):
@@ -164,7 +164,7 @@ def _finds(rank, world_size):
     scaler.step(optimizer)
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     other.step()
-    return handle.steps, float(handle._loss_scale(torch.device("cpu"))), len(handle._optimizers)
+    return handle.steps, float(handle.loss_scale(torch.device("cpu"))), len(handle.clock.optimizers)
 
 
 def test_optimizer_and_scaler_are_found(pool):

@@ -7,7 +7,7 @@ import pytest
 
 from accel_commhooks import CommHookConfig, ConfigError
 from accel_commhooks.config.config import ENVIRONMENT_VARIABLE
-from accel_commhooks.hooks.powersgd.hook import PowerSGDOptions
+from accel_commhooks.hooks.powersgd.options import PowerSGDOptions
 
 
 def test_the_same_from_file_mapping_name_and_environment(tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ FILES = {
     ),
     "an unknown wrapper": (
         "comm_hook: {name: allreduce, wrapper: int8}",
-        "wrapper must be one of fp16, bf16, but got 'int8'",
+        "wire_dtype must be one of fp16, bf16, but got 'int8'; wrapper is another name for wire_dtype",
     ),
     "ranks_per_node of zero": (
         "comm_hook: {name: allreduce, ranks_per_node: 0}",
@@ -167,7 +167,12 @@ FILES = {
     ),
     "a wrapper on a foreign hook": (
         "comm_hook: {name: 'torch:allreduce_hook', wrapper: bf16}",
-        "wrapper does not reach a hook that brings its own collectives",
+        "hook 'torch:allreduce_hook' has no option 'wrapper'",
+    ),
+    "one option under two names": (
+        "comm_hook: {name: powersgd, wrapper: fp16, wire_dtype: bf16}",
+        "'wrapper' and 'wire_dtype' are two names for one option of hook 'powersgd', but both are set "
+        "(wrapper: 'fp16', wire_dtype: 'bf16'); keep wire_dtype",
     ),
 }
 

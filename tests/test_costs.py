@@ -1,17 +1,20 @@
 """The formulas: by hand where that is easy, and against what hooks really count in small worlds."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from accel_commhooks import CommHookConfig, available_hooks
-from accel_commhooks.bench.contenders import STEPS_TO_START, cycle, hook_contender, lead, parse_hook, start_at_once
+from accel_commhooks.bench.contenders import STEPS_TO_START, hook_contender, parse_hook, start_at_once
 from accel_commhooks.bench.models import BenchTransformer
 from accel_commhooks.comm import cost as costs
 from accel_commhooks.comm.topology import Topology
 
+PLUGIN = Path(__file__).parent / "plugin"
 HOOKS = [
     "allreduce",
-    "allreduce{wrapper: bf16}",
+    "allreduce{wire_dtype: bf16}",
     "noop",
     "fp16_compress",
     "powersgd",
@@ -65,15 +68,17 @@ def test_buckets_are_ddps():
     assert [len(bucket) for bucket in problem.buckets()] == [1, 25, 25, 9]
 
 
-def test_a_hook_of_somebody_else_brings_its_formula(monkeypatch):
-    monkeypatch.setattr(costs, "_formulas", dict(costs._formulas))
+def test_a_hook_without_a_formula_has_no_prediction():
     assert costs.predict(CommHookConfig("torch:allreduce_hook"), _problem(2)) is None
 
-    @costs.predicts("torch:allreduce_hook")
-    def formula(problem, options):
-        return costs.all_reduce(problem, 8)
 
-    assert costs.predict(CommHookConfig("torch:allreduce_hook"), _problem(2)).between == 8
+def test_a_hook_of_somebody_else_brings_its_formula_its_cycle_and_its_start(monkeypatch):
+    monkeypatch.syspath_prepend(PLUGIN)
+    config = CommHookConfig("tiny_commhook:TinySignHook", {"every": 3, "first_steps_plain": 50})
+    assert costs.predict(config, _problem(2)).between == pytest.approx(4 * 100_100 / 3)
+    contender = hook_contender(config)
+    assert contender.cycle == 3
+    assert contender.config.options == {"every": 3, "first_steps_plain": STEPS_TO_START}
 
 
 def test_hooks_start_at_once_and_only_earlier():
@@ -86,12 +91,12 @@ def test_hooks_start_at_once_and_only_earlier():
 
 
 def test_cycles_are_read_from_the_options():
-    assert cycle(CommHookConfig("allreduce").build_options()) == 1
-    assert cycle(CommHookConfig("powersgd", {"alternate": True}).build_options()) == 2
-    assert cycle(CommHookConfig("post_localsgd", {"period": 6}).build_options()) == 6
-    assert cycle(CommHookConfig("post_localsgd", {"period_group_size": {3: 2, 9: 4}}).build_options()) == 9
-    assert lead(CommHookConfig("post_localsgd", {"period": 6}).build_options()) == 1
-    assert lead(CommHookConfig("post_localsgd", {"period": 6, "overlap_steps": 2}).build_options()) == 6
+    assert CommHookConfig("allreduce").build_options().cycle() == 1
+    assert CommHookConfig("powersgd", {"alternate": True}).build_options().cycle() == 2
+    assert CommHookConfig("post_localsgd", {"period": 6}).build_options().cycle() == 6
+    assert CommHookConfig("post_localsgd", {"period_group_size": {3: 2, 9: 4}}).build_options().cycle() == 9
+    assert CommHookConfig("post_localsgd", {"period": 6}).build_options().lead() == 1
+    assert CommHookConfig("post_localsgd", {"period": 6, "overlap_steps": 2}).build_options().lead() == 6
 
 
 def _count(rank, world_size, text, ranks_per_node, vocabulary=1000):
@@ -154,6 +159,5 @@ def test_every_hook_of_this_package_has_a_formula():
     from accel_commhooks import get_hook
 
     ours = [name for name in available_hooks() if get_hook(name).__module__.startswith("accel_commhooks.")]
-    consent = {"noop": {"i_know_that_replicas_diverge": True}}
     for name in ours:
-        assert costs.predict(CommHookConfig(name, consent.get(name, {})), _problem(2)) is not None, name
+        assert costs.predict(CommHookConfig(name, get_hook(name).bench_options), _problem(2)) is not None, name

@@ -300,7 +300,7 @@ def test_classification_goes_on_after_sigterm(tmp_path):
     interrupt(command, tmp_path, hook_state / "rank_00000.pt", hook_state / "rank_00001.pt")
     assert not (tmp_path / "out" / "trainer_state.json").exists(), "it was interrupted before its end"
     text = launch(command, tmp_path)
-    assert "starts anew" not in text
+    assert "starts afresh" not in text
     steps = [row["step"] for row in trainer_log(tmp_path / "out") if "loss" in row]
     assert steps == sorted(set(steps)) and steps[-1] == 60
     runtime = [row for row in trainer_log(tmp_path / "out") if "train_runtime" in row]
@@ -316,7 +316,7 @@ def test_causal_lm_goes_on_after_sigterm(tmp_path):
     text = launch(command, tmp_path)
     resumed = int(re.search(r"resumed from \S*step_(\d+)", text)[1])
     assert 6 <= resumed < 30
-    assert "starts anew" not in text
+    assert "starts afresh" not in text
     steps = [row["step"] for row in accelerate_log(tmp_path) if "loss" in row]
     assert steps == list(range(3, 31, 3))
 

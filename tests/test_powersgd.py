@@ -145,8 +145,6 @@ def _invariant(rank, world_size, name, options):
         output = _gradients(ddp)
         errors = handle.state_dict()["error"]
         for n in names:
-            if "wrapper" in options and n not in errors:
-                continue  # narrowed as well, and vectors have no residual that could keep the rounding
             before = previous.get(n, torch.zeros_like(output[n]).view(-1))
             after = errors.get(n, torch.zeros_like(output[n]).view(-1))
             both = _mean({"before": before.clone(), "after": after.clone()})

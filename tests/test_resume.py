@@ -45,12 +45,12 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path, hook, script):
         shutil.copytree(tmp_path / "cut", tmp_path / "dropped")
         shutil.rmtree(_hook_state(tmp_path / "dropped", script))
     resumed = _launch(tmp_path, "cut", script, hook, "--resume").check()
-    assert "starts anew" not in resumed.output
+    assert "starts afresh" not in resumed.output
     for uninterrupted, final in zip(whole, resumed.finals(), strict=True):
         assert distance(_floats(uninterrupted), _floats(final)) <= 1e-6
     if hook == "powersgd":
         dropped = _launch(tmp_path, "dropped", script, hook, "--resume").check()
-        assert "starts anew" in dropped.output and "made without a hook" in dropped.output
+        assert "starts afresh" in dropped.output and "made without a hook" in dropped.output
         assert distance(_floats(whole[0]), _floats(dropped.finals()[0])) > 1e-5
 
 

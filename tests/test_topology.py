@@ -6,9 +6,10 @@ import torch.distributed as dist
 
 from accel_commhooks import ConfigError
 from accel_commhooks.comm import topology
-from accel_commhooks.comm.collectives import Communicator, _binomial_children
+from accel_commhooks.comm.collectives import Communicator
 from accel_commhooks.comm.hierarchy import NodeReduction
 from accel_commhooks.comm.topology import Topology
+from accel_commhooks.comm.traffic import binomial_children
 
 
 def test_nodes_by_host():
@@ -63,21 +64,21 @@ def test_two_levels_are_one_mean(pool, keys):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_a_broadcast_reaches_everyone_once(size):
-    reached = [child for position in range(size) for child in _binomial_children(position, size)]
+    reached = [child for position in range(size) for child in binomial_children(position, size)]
     assert sorted(reached) == list(range(1, size))
 
 
 def _collectives(rank, world_size, wire):
-    comm = Communicator(ranks_per_node=1, wire_dtype=wire)
+    comm = Communicator(ranks_per_node=1)
     whole = torch.arange(12.0).view(world_size, -1) + rank
     own = torch.empty(12 // world_size)
-    comm.reduce_scatter(own, whole.clone()).wait()
+    comm.reduce_scatter(own, whole.clone(), wire_dtype=wire).wait()
     mean = (torch.arange(12.0) + sum(range(world_size)) / world_size).view(world_size, -1)[rank]
     gathered = torch.empty(12)
     comm.all_gather(gathered, own).wait()
     given = torch.full((3,), float(rank))
     comm.broadcast(given, source=1).wait()
-    to_owners = comm.reduce_to_owners(torch.full((6,), float(rank)), [4, 0, 2]).wait()
+    to_owners = comm.reduce_to_owners(torch.full((6,), float(rank)), [4, 0, 2], wire_dtype=wire).wait()
     return (
         float((own - mean).abs().max()),
         gathered.tolist(),

@@ -520,7 +520,7 @@ def _looked_at(rank, world_size):
         loss_of(ddp, rank, index).backward()
         optimizer.step()
         ddp.zero_grad()
-        assert handle.hook._arriving, "nothing was under way"
+        assert handle.hook._gather._arriving, "nothing was under way"
         value = look()
         handle.synchronize()
         assert torch.equal(value, ddp.module.second.weight), look
@@ -548,7 +548,7 @@ def _forgotten_under_way(rank, world_size):
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     handle = attach(ddp, "zero_overlap", optimizer=optimizer)
     train(ddp, rank, 2, optimizer=optimizer)
-    assert handle.hook._arriving, "nothing was under way"
+    assert handle.hook._gather._arriving, "nothing was under way"
     gone = [weakref.ref(ddp), weakref.ref(handle.hook)]
     del ddp, optimizer, handle
     gc.collect()

@@ -1,11 +1,11 @@
-"""Hook state on disk: one file a rank beside Accelerate's or Trainer's own files.
+"""Hook state on disk: one file per rank, beside Accelerate's or Trainer's own files.
 
-``CHECKPOINT/comm_hook/rank_00003.pt`` holds rank 3's state; it loads with ``weights_only=True`` and is written aside and
-renamed, so it is whole or absent. The rules on loading:
+``CHECKPOINT/comm_hook/rank_00003.pt`` holds rank 3's state; it loads with ``weights_only=True``. It is
+written to a temporary file and renamed, so it is either complete or absent. The rules on loading:
 
 - same hook, same world size: every rank takes its own file back, exactly;
-- same hook, other world size: every rank reads all files, and the hook merges them;
-- no files, another hook, or files that some rank cannot read: every rank starts the hook anew, and rank 0 says why.
+- same hook, different world size: every rank reads all files, and the hook merges them;
+- no files, another hook, or files that some rank cannot read: every rank starts the hook afresh, and rank 0 logs the reason.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FOLDER = "comm_hook"
 
 
 def save(attachment: Attachment, checkpoint: str | os.PathLike, *, index: int = 0) -> Path:
-    """Write this rank's hook state into a checkpoint folder; ``index`` tells several models apart."""
+    """Write this rank's hook state into a checkpoint folder; ``index`` distinguishes several models."""
     return write(_folder(checkpoint, index), attachment.comm, attachment.config.name, attachment.state_dict())
 
 
 def load(attachment: Attachment, checkpoint: str | os.PathLike, *, index: int = 0) -> bool:
-    """Restore the hook from a checkpoint folder by the rules above. Collective. True if a state was taken over."""
+    """Restore the hook from a checkpoint folder by the rules above. Collective. Returns whether a state was loaded."""
     hook = attachment.hook
     state = read(_folder(checkpoint, index), attachment.comm, attachment.config.name, hook.merge_states)
     if state is not None:
@@ -45,7 +45,7 @@ def load(attachment: Attachment, checkpoint: str | os.PathLike, *, index: int = 
 
 
 def write(folder: Path, comm: Communicator, name: str, state: dict[str, Any]) -> Path:
-    """Write this rank's file: aside first, then renamed."""
+    """Write this rank's file: to a temporary file, then renamed."""
     file = folder / f"rank_{comm.rank:05d}.pt"
     folder.mkdir(parents=True, exist_ok=True)
     content = {"format": FORMAT, "hook": name, "world_size": comm.size, "rank": comm.rank, "state": state}
@@ -80,8 +80,8 @@ def read(
             state = merge(_all_states(folder, saved_by))
     except _Unusable as error:
         problem = str(error)
-    if not comm.agree(state is not None):
-        _say(f"'{name}' starts anew: {folder} cannot be used ({problem})")
+    if not comm.all_ranks_true(state is not None):
+        _say(f"'{name}' starts afresh: {folder} cannot be used ({problem})")
         return None
     if saved_by != comm.size:
         _say(

@@ -1,31 +1,20 @@
-"""Compatibility rules: what cannot work, and what to do instead. All of them are checked before the first step."""
+"""What cannot work, and what to do instead. All of these rules are checked before the first step."""
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - this room is where DDP is known
 
-from ..config.errors import CompatibilityError, launched_rank
-
-logger = logging.getLogger("accel_commhooks")
-
-_warned: set[str] = set()
-
-
-def warn_once(text: str) -> None:
-    """A warning on rank 0, once in a process."""
-    if launched_rank() == 0 and text not in _warned:
-        _warned.add(text)
-        logger.warning(text)
+from ..comm.process_group import world_size
+from ..config.errors import CompatibilityError, warn_once
+from ..upstream import seams
 
 
 def require_ddp(model: Any, hook: str) -> DistributedDataParallel:
-    """The model itself if hooks can be attached to it; the reason and the remedy otherwise."""
+    """Return the model if a hook can be attached to it; otherwise raise the reason and the remedy."""
     if isinstance(model, DistributedDataParallel):
         return model
     kind = f"{type(model).__module__}.{type(model).__name__}"
@@ -46,14 +35,13 @@ def require_ddp(model: Any, hook: str) -> DistributedDataParallel:
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether FSDP, of either version, holds this model's parameters."""
+    """Whether this model's parameters are sharded by FSDP, version 1 or 2."""
     if not isinstance(model, torch.nn.Module):
         return False
-    parameters = list(model.parameters())
     return any(
         type(m).__name__ in ("FullyShardedDataParallel", "FSDPModule") or type(m).__name__.startswith("FSDP")
         for m in model.modules()
-    ) or any(type(p).__name__ in ("DTensor", "FlatParameter") or hasattr(p, "_local_tensor") for p in parameters)
+    ) or any(map(seams.is_dtensor, model.parameters()))
 
 
 def refuse_other_strategies(hook: str) -> None:
@@ -69,14 +57,14 @@ def refuse_other_strategies(hook: str) -> None:
 
 def no_ddp_at_first_step(hook: str, parameters: list[torch.Tensor]) -> None:
     """An optimizer is about to step, and no DDP model with its parameters was ever built."""
-    if any(type(p).__name__ in ("DTensor", "FlatParameter") for p in parameters):
+    if any(map(seams.is_dtensor, parameters)):
         raise CompatibilityError(
             f"hook '{hook}' needs DistributedDataParallel, but the optimizer holds parameters sharded by FSDP; turn FSDP "
             "off to use the hook, or leave the hook out"
         )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         raise CompatibilityError(
-            f"hook '{hook}' was asked for, but the model that is about to be trained on {dist.get_world_size()} "
+            f"hook '{hook}' was asked for, but the model that is about to be trained on {world_size()} "
             "processes is not in DistributedDataParallel, so the hook could never act; wrap it, or let "
             "accelerator.prepare(model) do so"
         )
@@ -84,7 +72,7 @@ def no_ddp_at_first_step(hook: str, parameters: list[torch.Tensor]) -> None:
 
 
 def single_process(hook: str) -> None:
-    """One process has nobody to talk to: say so once, and run."""
+    """A single process has nothing to communicate: warn once, and run."""
     warn_once(f"hook '{hook}' does nothing in a single process; training runs without it")
 
 

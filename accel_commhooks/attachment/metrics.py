@@ -1,6 +1,6 @@
 """Communication figures for the logs: per-step averages over a window of steps.
 
-Counting is a few additions a step; nothing here synchronises with a device before somebody reads.
+Counting is a few additions a step; nothing here synchronises with a device until the figures are read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MetricsWindow:
         attachment = self._attachment
         traffic = attachment.comm.traffic
         gradient_bytes = sum(p.numel() * p.element_size() for p in attachment.parameters if p.requires_grad)
-        plain = attachment.comm.plain_all_reduce_bytes(gradient_bytes)
+        plain = traffic.of_plain_ddp(gradient_bytes)
         plain_total = plain["within"] + plain["between"]
         figures = {"plain_ddp_mb": plain_total / MB}
         if attachment.hook.counted:

@@ -1,4 +1,4 @@
-"""Which hook to use, from a bench result: a few plain sentences, "none" among the possible answers."""
+"""Which hook to use, from a bench result: a few sentences. The answer may be "none"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..config.errors import ConfigError
 from .report import BASELINE, LIMIT, heading
 
 WORTH = 0.05
-"""A hook must save this part of the step before it is worth a deviation from plain averaging."""
+"""The share of a step that a hook must save before it is recommended over plain averaging."""
 
 
 def advise(result: dict[str, Any]) -> list[str]:
@@ -57,12 +57,12 @@ def _limit(entry: dict[str, Any]) -> str:
 
 
 def _saves(entry: dict[str, Any], base: dict[str, Any]) -> bool:
-    """Faster by enough, and by more than the rounds scatter."""
+    """Faster by enough, and by more than the spread of the rounds."""
     clearly = entry["s_per_step_quartiles"][1] < base["s_per_step_quartiles"][0]
     return clearly and entry["s_per_step"] < (1 - WORTH) * base["s_per_step"]
 
 
 def _equals(best: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
-    """Hooks whose quartiles overlap with the best one's: the choice between them is a matter of taste."""
+    """Hooks whose quartiles overlap with the best one's: the measurement does not tell them apart."""
     alike = [e["label"] for e in others if e["s_per_step_quartiles"][0] <= best["s_per_step_quartiles"][1]]
     return [f"As fast within the noise: {', '.join(alike)}."] if alike else []

@@ -1,24 +1,22 @@
-"""Who takes part in a measurement: hooks by name, plain DDP, or anything that trains a model step by step."""
+"""What is measured: hooks by name, plain DDP, or anything else that trains a model step by step."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - bench builds models as a user does
 
 from ..attachment.handle import Attachment, attach
-from ..config.config import CommHookConfig
+from ..config.config import CommHookConfig, looks_like_path
 from ..config.errors import ConfigError
-from ..config.options import HookOptions
-from ..config.registry import available_hooks
+from ..config.registry import available_hooks, get_hook
 from .models import Batch
-from .report import LIMIT
+from .report import BASELINE
 
 PLAIN = "ddp"
 """The contender that is DDP without any hook."""
@@ -51,14 +49,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to measure. ``build`` makes it ready on every rank; what it raises is shown as the reason."""
+    """Something to measure. ``build`` prepares it on every rank; an exception is reported as the reason it cannot run."""
 
     label: str
     build: Callable[[torch.nn.Module], Trial]
     cycle: int = 1
-    """Steps after which it has done everything it does."""
+    """Optimizer steps in one full cycle of the hook."""
     lead: int = 1
-    """Untimed steps at the start of a turn: what they leave under way is under way at the first timed step."""
+    """Untimed steps at the start of a turn, so that overlapped work is already under way at the first timed step."""
     config: CommHookConfig | None = None
     """For a prediction of its cost."""
 
@@ -80,7 +78,7 @@ def hook_contender(source: CommHookConfig | str) -> Contender:
             ddp = make_ddp(model)
             return Trial(ddp, make_optimizer(ddp))
 
-        return Contender(PLAIN, build_plain, config=CommHookConfig("allreduce"))
+        return Contender(PLAIN, build_plain, config=CommHookConfig(BASELINE))
     config = start_at_once(source if isinstance(source, CommHookConfig) else parse_hook(source))
 
     def build(model: torch.nn.Module) -> Trial:
@@ -89,26 +87,23 @@ def hook_contender(source: CommHookConfig | str) -> Contender:
         return Trial(ddp, optimizer, attach(ddp, config, optimizer=optimizer))
 
     options = config.build_options()
-    return Contender(_label(source), build, cycle(options), lead(options), config)
+    return Contender(_label(source), build, options.cycle(), options.lead(), config)
 
 
 def parse_hook(text: str) -> CommHookConfig:
     """A name, a path, or ``name{option: value, ...}``, which is YAML between the braces."""
     name, brace, rest = text.partition("{")
     if not brace:
-        return CommHookConfig.load(text, **_consent(text))
+        return (
+            CommHookConfig.load(text) if looks_like_path(text) else CommHookConfig(text, get_hook(text).bench_options)
+        )
     try:
         options = yaml.safe_load(brace + rest)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"options of a hook are written name{{option: value, ...}}, but got {text!r}: {' '.join(str(error).split())}"
         ) from None
-    return CommHookConfig(name.strip(), {**_consent(name.strip()), **options})
-
-
-def _consent(name: str) -> dict[str, bool]:
-    """The speed limit is asked for on purpose here, so nobody needs to be warned that its replicas diverge."""
-    return {"i_know_that_replicas_diverge": True} if name == LIMIT else {}
+    return CommHookConfig(name.strip(), {**get_hook(name.strip()).bench_options, **options})
 
 
 def _label(source: CommHookConfig | str) -> str:
@@ -118,7 +113,7 @@ def _label(source: CommHookConfig | str) -> str:
 
 
 def split_hooks(text: str) -> list[str]:
-    """At commas that are not inside braces."""
+    """Split at commas that are not inside braces."""
     parts, depth = [""], 0
     for letter in text:
         depth += {"{": 1, "}": -1}.get(letter, 0)
@@ -140,8 +135,6 @@ def parse_hooks(text: str | None) -> list[Contender]:
     return contenders
 
 
-# When a hook acts, read from how its options are called.
-
 STEPS_TO_START = 2
 """Steps before a hook acts in a measurement: DDP rebuilds its buckets after the first."""
 
@@ -152,42 +145,4 @@ def start_at_once(config: CommHookConfig) -> CommHookConfig:
     Hooks let a run settle first (``start_powerSGD_iter``, ``start_localSGD_iter``, ``warmup_steps``: a thousand steps by
     torch's default). What they do then is what is measured, so those options are lowered, and only lowered.
     """
-    present = {f.name: getattr(config.build_options(), f.name) for f in fields(config.build_options())}
-    return CommHookConfig(config.name, {**config.options, **_lowered(present)})
-
-
-def _lowered(values: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if not isinstance(name, str):
-            continue
-        if isinstance(value, dict):
-            inner = _lowered(value)
-            if inner:
-                found[name] = {**value, **inner}
-        elif (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and _says_when_to_start(name)
-            and value > STEPS_TO_START
-        ):
-            found[name] = STEPS_TO_START
-    return found
-
-
-def _says_when_to_start(name: str) -> bool:
-    return name.startswith("start_") or name == "warmup_steps"
-
-
-def cycle(options: HookOptions) -> int:
-    """Steps after which a hook has done everything it does: a timed window holds whole cycles.
-
-    ``period`` and ``period_group_size`` say so themselves; ``alternate`` takes turns between two steps.
-    """
-    levels = getattr(options, "period_group_size", None) or {getattr(options, "period", 1): None}
-    return math.lcm(*levels, 2 if getattr(options, "alternate", False) else 1)
-
-
-def lead(options: HookOptions) -> int:
-    """What runs on over several steps (``overlap_steps``) is under way for certain after a whole cycle, the rest after one."""
-    return cycle(options) if getattr(options, "overlap_steps", 0) else 1
+    return CommHookConfig(config.name, {**config.options, **config.build_options().starting_by(STEPS_TO_START)})

@@ -1,6 +1,6 @@
-"""What bench trains: a built-in transformer of any size, a Transformers architecture, or a model of the user's.
+"""What bench trains: a built-in transformer of any size, a Transformers architecture, or the user's own model.
 
-Weights are random and tokens too: a step costs the same whatever they are, and nothing has to be downloaded.
+Weights and tokens are random: they do not change what a step costs, and nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..config.errors import ConfigError
+from ..upstream import seams
 
 VOCABULARY = 8192
 POSITIONS = 512
@@ -132,7 +133,7 @@ def _from_transformers(name: str) -> Workload:
             f"the model '{name}' is a Transformers name, but transformers is not installed; install it, or use --params"
         ) from None
     config = _transformers_config(AutoConfig, name)
-    family: Any = AutoModelForMaskedLM if type(config) in AutoModelForMaskedLM._model_mapping else AutoModelForCausalLM
+    family: Any = AutoModelForMaskedLM if seams.masked_language_model_exists(config) else AutoModelForCausalLM
 
     def make_batch(batch: int, length: int) -> Batch:
         tokens = torch.randint(0, config.vocab_size, (batch, length))
@@ -142,7 +143,7 @@ def _from_transformers(name: str) -> Workload:
 
 
 def _transformers_config(auto: Any, name: str) -> Any:
-    """The named checkpoint's config if it is at hand, otherwise the defaults of the architecture it is named after."""
+    """The named checkpoint's config if it is available locally, otherwise the defaults of its architecture."""
     try:
         return auto.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):

@@ -38,11 +38,11 @@ class Curve:
     mb: list[float]
     loss: list[float]
     timed: bool = True
-    """False where steps stand for seconds, because nobody wrote down how long the run took."""
+    """False where the axis shows steps, because the log does not say how long the run took."""
 
 
 def plot(files: Sequence[str], folder: str) -> list[Path]:
-    """Draw all files; the paths of the pictures."""
+    """Draw all files; returns the paths of the pictures."""
     try:
         import matplotlib
     except ImportError:
@@ -135,7 +135,7 @@ def _time_bars(axes: Any, places: range, entries: list[dict[str, Any]]) -> None:
 
 
 def _colour(entry: dict[str, Any]) -> str:
-    """The limit, plain averaging, hooks, and what is not a hook of ours."""
+    """One colour each for the limit, plain averaging, our hooks, and everything else."""
     if entry["label"] in (LIMIT, BASELINE, "ddp"):
         return SKY if entry["label"] == LIMIT else ORANGE
     return BLUE if "hook" in entry else PURPLE
@@ -159,7 +159,7 @@ def _sent(entry: dict[str, Any], scope: str) -> float:
 
 
 def _short(label: str) -> str:
-    """``powersgd{matrix_approximation_rank: 4, ...}`` on lines of its own, so that bars keep their room."""
+    """``powersgd{matrix_approximation_rank: 4, ...}`` broken into lines, so that the bars keep enough room."""
     name, brace, rest = label.partition("{")
     return label if not brace else "\n".join([name, *(part.strip() for part in rest.rstrip("}").split(","))])
 

@@ -1,4 +1,4 @@
-"""What bench reads off: bytes counted by us and by the network cards, time waited, memory."""
+"""What bench measures besides time: bytes counted by us and by the network cards, time spent waiting, memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Counters:
 
 
 def card_bytes() -> tuple[int, int]:
-    """Bytes sent so far over loopback and over the other network devices; zeros where the system does not tell."""
+    """Bytes sent so far over loopback and over the other network devices; zeros where the system does not report them."""
     within = between = 0
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
@@ -74,7 +74,7 @@ def summary(everyone: Sequence[tuple[float, Counters]], topology: Topology, step
         return sum(getattr(c, name) for c in counters) / nodes / steps / MB
 
     def card(name: str) -> float:
-        """Ranks of one node read the same cards: one of them is asked."""
+        """Ranks of one node read the same cards, so only one of them counts."""
         return sum(getattr(counters[rank], name) for rank in topology.leaders) / nodes / steps / MB
 
     return {
@@ -106,10 +106,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PeakMemory:
-    """The most memory this process held more than at the start, on its device.
+    """Peak memory of this process above what it held at the start, on its device.
 
-    On a CPU it is the resident size: what was freed before is handed back to the system first, or the first contender
-    would pay for what all later ones use again.
+    On a CPU this is the resident size. Freed memory is returned to the system first; otherwise the first contender would
+    be charged for memory that all later ones reuse.
     """
 
     def __init__(self, device: torch.device):

@@ -1,7 +1,7 @@
 """A bench result: what is in its file, and the table made from it.
 
-The file is written aside and renamed after every turn, so whatever interrupts a run leaves a whole file behind, with
-``"complete": false`` and the rounds that were done.
+The file is written to a temporary file and renamed after every turn, so an interrupted run leaves a complete file behind,
+with ``"complete": false`` and the rounds that were finished.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Result:
 
 
 def _medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of all figures, and between which quarters of the turns the time lay."""
+    """Medians of all figures, and the quartiles of the step time."""
     figures: dict[str, Any] = {}
     for name in turns[0] if turns else ():
         values = [turn[name] for turn in turns if turn[name] is not None]
@@ -111,7 +111,7 @@ def _medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write aside and rename: whoever reads the file finds a whole one."""
+    """Write to a temporary file and rename it, so that a reader never sees a partial file."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}")
@@ -133,7 +133,7 @@ def read_result(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """What was typed, without the paths of this machine."""
+    """The command line, without the paths of this machine."""
     program = Path(sys.argv[0])
     ours = program.name == "__main__.py" and program.parents[1].name == "accel_commhooks"
     words = ["-m", f"accel_commhooks.{program.parent.name}"] if ours else [program.name]
@@ -183,7 +183,7 @@ COLUMNS = (
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """The table's cells; a figure nobody knows is a dash, bytes that only the network card knows have a tilde."""
+    """The table's cells; an unknown figure is a dash, bytes read from the network card have a tilde."""
     table = []
     for entry in result["contenders"]:
         if "s_per_step" not in entry:

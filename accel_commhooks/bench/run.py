@@ -3,12 +3,11 @@
 ``accelerate launch ... -m accel_commhooks.bench --hooks noop,allreduce,configs/powersgd.yaml``, or ``accel-commhooks
 bench`` for the ranks of one machine.
 
-Machines are noisy, so the contenders take turns in rounds within one run, and medians and spreads of the rounds are
-reported. Every contender keeps a model of its own. A turn begins with untimed steps, so that what is under way from the step
-before is under way at the first timed step as at any other; it ends with ``synchronize``, so that nothing runs on into the
-next contender's turn. Turns are short, because a machine is slow or fast for a while. One that is slow takes fewer steps,
-and one whose turn is long nevertheless sits out rounds: it mostly waits for the link, which scatters little, and a run
-should end.
+Machines are noisy, so the contenders take turns in rounds within one run, and medians and quartiles of the rounds are
+reported. Every contender has its own model. A turn begins with untimed steps, so that overlapped communication is already
+under way at the first timed step. It ends with ``synchronize``, so that nothing runs on into the next contender's turn.
+Turns are short, because a machine's speed drifts over tens of seconds. A slow contender takes fewer steps a turn, and one
+whose turns are still long takes part in fewer rounds: it mostly waits for the link, so its times vary little.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..comm import cost
-from ..comm.topology import Topology, host_key
-from ..config.errors import CommHookError, ConfigError
+from ..comm import cost, process_group
+from ..comm.collectives import Communicator
+from ..comm.topology import Topology
+from ..config.errors import CommHookError, ConfigError, launched_rank
 from ..ways_in.launch import stop
 from . import models, probes
 from .contenders import STEPS_TO_START, Contender, Trial, make_optimizer, parse_hooks
@@ -36,11 +35,11 @@ from .models import Batch, Workload
 from .report import Result, print_table
 
 TURN_SECONDS = 2.0
-"""The timed part of a turn is cut to about so long, but never below one cycle of the hook."""
+"""Target length of the timed part of a turn; it is never below one cycle of the hook."""
 SHARE_SECONDS = 4.0
-"""Of a round, for one contender: a turn that takes k times as long is taken every k-th round."""
+"""A contender's share of a round: one whose turn takes k times as long takes part in every k-th round."""
 FEWEST_TURNS = 3
-"""However long they are, if there are as many rounds."""
+"""The least number of turns a contender gets, however long they are, if there are as many rounds."""
 
 
 @dataclass
@@ -58,15 +57,15 @@ class Bench:
     result: Result | None = None
 
     def run(self) -> Result:
-        rank = dist.get_rank()
-        topology = _topology()
+        self._comm = Communicator()
+        rank, topology = self._comm.rank, self._comm.topology
         torch.manual_seed(1000 + rank)
         self._batches = [self._make_batch() for _ in range(4)]
         self._turn = 0
         example = self._make_model()
         self.result = result = Result.start(self, example, topology)
         problem = cost.Problem.of(example, topology)
-        # What a process pays once (libraries that load late, thread pools) must not be the first contender's.
+        # One-time costs of a process (lazily loaded libraries, thread pools) must not be charged to the first contender.
         self._steps(Trial(example, make_optimizer(example)), 1)
         del example
         progress = _progress(len(self.contenders) * (self.rounds + 1), rank)
@@ -86,7 +85,7 @@ class Bench:
                 progress.update()
             for turn in range(self.rounds):
                 for index, contender in enumerate(self.contenders):
-                    # Not all long ones in the same rounds; but all in the first, which may be the only one.
+                    # Long turns are spread over the rounds; but all take part in the first, which may be the only one.
                     if contender.label in trials and (turn == 0 or (turn + index) % every[contender.label] == 0):
                         progress.set_description(f"{contender.label}: round {turn + 1}")
                         figures = self._measure(trials[contender.label], contender, steps[contender.label], topology)
@@ -117,7 +116,7 @@ class Bench:
             self._turn += 1
 
     def _prepare(self, contender: Contender) -> tuple[Trial | None, dict[str, Any]]:
-        """Build and warm up, with the memory that takes; or the reason why it cannot."""
+        """Build and warm up; returns the trial with its memory use, or the reason why it cannot run."""
         gc.collect()
         memory = probes.PeakMemory(self.device)
         trial, error, seconds = None, None, 0.0
@@ -136,14 +135,14 @@ class Bench:
             "state": probes.state_bytes(trial.optimizer) if trial else 0,
             "seconds": seconds,
         }
-        everyone = _gather(mine)
+        everyone = self._comm.gather_objects(mine)
         errors = [answer["error"] for answer in everyone if answer["error"]]
         if errors:
             return None, {"error": errors[0]}
         return trial, {name: max(answer[name] for answer in everyone) for name in ("peak", "state", "seconds")}
 
     def _steps_a_turn(self, contender: Contender, seconds: float) -> int:
-        """Whole cycles; ``seconds`` is what a step took on the slowest rank, so all ranks come to the same number."""
+        """Whole cycles; ``seconds`` is what a step took on the slowest rank, so all ranks compute the same number."""
         wanted = min(self.steps, math.ceil(TURN_SECONDS / seconds))
         return contender.cycle * -(-wanted // contender.cycle)
 
@@ -160,20 +159,10 @@ class Bench:
         seconds = (time.perf_counter() - start) / steps
         counted = probes.Counters.read(trial.handle) - before
         trial.drain()
-        everyone = _gather((seconds, counted))
+        everyone = self._comm.gather_objects((seconds, counted))
         return probes.summary(everyone, topology, steps) | {
-            "tokens_per_s": dist.get_world_size() * self.batch * self.seq / max(answer[0] for answer in everyone)
+            "tokens_per_s": self._comm.size * self.batch * self.seq / max(answer[0] for answer in everyone)
         }
-
-
-def _gather(value: Any) -> list[Any]:
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, value)
-    return answers
-
-
-def _topology() -> Topology:
-    return Topology.from_keys(_gather(host_key()))
 
 
 def _wait_for_device(device: torch.device) -> None:
@@ -219,11 +208,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_ranks() -> torch.device:
-    """Join the process group that the launcher described, and say which device is this rank's."""
+    """Join the process group that the launcher described; returns this rank's device."""
     from accelerate import PartialState
 
     state = PartialState(cpu=not torch.accelerator.is_available())
-    if not dist.is_initialized():
+    if not process_group.is_initialized():
         raise ConfigError(
             "bench needs at least two processes; start it with `accelerate launch --num_processes 2 -m "
             "accel_commhooks.bench`, or with `accel-commhooks bench`"
@@ -247,15 +236,14 @@ def main(arguments: Iterable[str] | None = None) -> int:
     except KeyboardInterrupt:
         _report(bench)
         sys.stdout.flush()
-        os._exit(130)  # the others are gone too, perhaps in the middle of a collective that would be waited for
+        os._exit(130)  # the other ranks were interrupted too, and a clean exit would wait for their collectives
     _report(bench)
-    dist.barrier()  # who holds the store must not leave before the others
-    dist.destroy_process_group()
+    process_group.leave()
     return 0
 
 
 def _report(bench: Bench) -> None:
-    if dist.get_rank() == 0 and bench.result is not None:
+    if launched_rank() == 0 and bench.result is not None:
         bench.result.write(bench.output)
         print_table(bench.result.to_dict())
         print(f"\nwritten to {bench.output}" + ("" if bench.result.complete else ", incomplete: interrupted"))

@@ -1,4 +1,4 @@
-"""``accel-commhooks bench``: see bench.py. Outside a launcher it starts the ranks of this machine itself."""
+"""``accel-commhooks bench``: see bench/run.py. Outside a launcher it starts the ranks of this machine itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if "RANK" in os.environ:
         return bench.main(words)
-    parse_hooks(arguments.hooks)  # a typo is one message here, before anything is started
+    parse_hooks(arguments.hooks)  # a typo is reported once, before any rank is started
     return _run_ranks([sys.executable, "-m", "accel_commhooks.bench", *words], arguments.ranks or _default_ranks())
 
 
@@ -44,7 +44,7 @@ def _default_ranks() -> int:
 
 
 def _run_ranks(command: list[str], ranks: int) -> int:
-    """Start the ranks and wait for them; one that fails ends the others, Ctrl-C reaches them all by itself."""
+    """Start the ranks and wait for them; a rank that fails ends the others, and Ctrl-C reaches all of them."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **shared, "LOCAL_WORLD_SIZE": str(ranks)}
     processes = [

@@ -1,4 +1,4 @@
-"""``accel-commhooks check FILE``: whether a config would be accepted, and what it comes to with all defaults."""
+"""``accel-commhooks check FILE``: whether a config is valid, and what it is with all defaults filled in."""
 
 from __future__ import annotations
 

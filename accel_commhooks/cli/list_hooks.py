@@ -1,4 +1,4 @@
-"""``accel-commhooks list``: the hooks that can be named here."""
+"""``accel-commhooks list``: the hooks that are available here."""
 
 from __future__ import annotations
 

@@ -1,23 +1,16 @@
 """Means in two levels: inside a node first, between nodes afterwards.
 
-Between nodes, the i-th ranks of all nodes average the i-th part of a tensor and then share it inside their node, so every
-network card carries an even part. Nodes of unequal size send one participant each.
+Between nodes, the i-th ranks of all nodes average the i-th part of a tensor and then share it inside their node, so that
+every network card carries an equal part. If nodes have different numbers of ranks, one rank of each takes part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from .collectives import Communicator, Pending
-
-
-class Waitable(Protocol):
-    """Something under way that can be waited for."""
-
-    def wait(self) -> object: ...
+from .collectives import Communicator, PendingCollective, PendingResult
 
 
 class NodeReduction:
@@ -29,20 +22,20 @@ class NodeReduction:
         self.node = comm.subgroup(topology.nodes)
         self._even = topology.is_even
         self._across = comm.subgroup(topology.across if self._even else [topology.leaders])
-        # The mean over nodes is the mean over ranks only if a node counts by its ranks.
+        # Nodes are weighted by their numbers of ranks, so that the mean over nodes is the mean over ranks.
         self._weight = self.node.size * len(topology.nodes) / comm.size
 
-    def inside(self, tensor: torch.Tensor) -> Pending:
+    def inside(self, tensor: torch.Tensor) -> PendingCollective:
         """The mean over this node's ranks, in place."""
         return self.comm.all_reduce(tensor, group=self.node)
 
-    def between(self, tensor: torch.Tensor, wire_dtype: torch.dtype | None = None) -> Waitable:
+    def between(self, tensor: torch.Tensor, wire_dtype: torch.dtype | None = None) -> PendingResult:
         """The mean over nodes, weighted by their ranks, of a tensor that is the same on all ranks of a node; in place."""
         if self._weight != 1:
             tensor.mul_(self._weight)
         if not self._even:
             pending = self.comm.all_reduce(tensor, group=self._across, wire_dtype=wire_dtype)
-            return _TwoPart(lambda: self.comm.broadcast(pending.wait(), group=self.node).wait())
+            return _TwoStageMean(lambda: self.comm.broadcast(pending.wait(), group=self.node).wait())
         if self.node.size == 1:
             return self.comm.all_reduce(tensor, group=self._across, wire_dtype=wire_dtype)
         part_size = -(-tensor.numel() // self.node.size)
@@ -55,11 +48,11 @@ class NodeReduction:
             self.comm.all_gather(padded, pending.wait(), group=self.node).wait()
             tensor.view(-1).copy_(padded[: tensor.numel()])
 
-        return _TwoPart(share)
+        return _TwoStageMean(share)
 
 
-class _TwoPart:
-    """A mean whose second collective is issued by ``wait()``: waits come in the same order on every rank."""
+class _TwoStageMean:
+    """A mean whose second collective is issued by ``wait()``, which every rank calls in the same order."""
 
     def __init__(self, second_part: Callable[[], object]):
         self._second_part: Callable[[], object] | None = second_part

@@ -1,7 +1,7 @@
 """Which ranks share a node, and the process groups made from that.
 
-A node is what one network card serves, so it is asked of the hosts themselves (boot id and network namespace), not
-guessed from the number of visible devices: one visible GPU per SLURM task, CPU ranks and pods all come out right.
+Ranks that share a network card are on one node. The hosts themselves are asked (boot id and network namespace); the number
+of visible devices says nothing where SLURM shows one GPU per task, on CPU ranks, or in pods.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Topology:
 
 
 def host_key() -> str:
-    """A text that two processes share exactly when they run on one node."""
+    """A text that is equal in two processes exactly when they run on one node."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/net')}"

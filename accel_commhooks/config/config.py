@@ -27,7 +27,7 @@ _FILE_ENDINGS = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class CommHookConfig:
-    """A validated choice of hook: making one raises ConfigError for anything that could not work."""
+    """A validated choice of hook: constructing one raises ConfigError for anything that cannot work."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -45,14 +45,14 @@ class CommHookConfig:
 
     @classmethod
     def load(cls, source: CommHookConfig | dict | str | os.PathLike | None = None, **options: Any) -> CommHookConfig:
-        """From whatever a user may hand over: a name, a path, a mapping, a config, or None for the environment."""
+        """From a name, a path, a mapping, a config, or None for the environment."""
         if source is None:
             config = cls.from_environment()
         elif isinstance(source, CommHookConfig):
             config = source
         elif isinstance(source, dict):
             config = cls.from_dict(source)
-        elif isinstance(source, os.PathLike) or _looks_like_path(str(source)):
+        elif isinstance(source, os.PathLike) or looks_like_path(str(source)):
             config = cls.from_yaml(source)
         else:
             config = cls(str(source), options)
@@ -138,5 +138,6 @@ def read_mapping(path: str | os.PathLike) -> dict[str, Any]:
     return mapping
 
 
-def _looks_like_path(text: str) -> bool:
+def looks_like_path(text: str) -> bool:
+    """Whether a text names a file, and not a hook."""
     return text.endswith(_FILE_ENDINGS) or os.sep in text or os.path.isfile(text)

@@ -1,8 +1,9 @@
-"""Errors meant for users: the rule, the value received, the remedy. Full text on rank 0 only."""
+"""Errors and warnings meant for users: the rule, the value received, the remedy. The full text appears on rank 0 only."""
 
 from __future__ import annotations
 
 import difflib
+import logging
 import multiprocessing
 import os
 import sys
@@ -10,8 +11,12 @@ import time
 from collections.abc import Iterable
 from types import TracebackType
 
-# How long the other ranks keep quiet about a mistake that rank 0 is expected to show.
+logger = logging.getLogger("accel_commhooks")
+
 GRACE_SECONDS = 10.0
+"""How long the other ranks wait for rank 0 to report an error before they report it themselves."""
+
+_warned: set[str] = set()
 
 
 def launched_rank() -> int:
@@ -19,12 +24,20 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK") or 0)
 
 
-def let_rank_0_speak() -> None:
-    """Wait on every other rank, because a launcher kills all ranks as soon as the first one fails.
+def warn_once(text: str) -> None:
+    """Log a warning on rank 0, once in a process."""
+    if launched_rank() == 0 and text not in _warned:
+        _warned.add(text)
+        logger.warning(text)
 
-    Rank 0 may be the slower one, and would be killed before it has said anything. When it ends it takes this process
-    along, so that returning from here means that rank 0 had nothing to say and this rank has to. The first rank of
-    a node goes before its neighbours, which makes it one message a node at most.
+
+def let_rank_0_speak() -> None:
+    """On every rank but 0, wait before reporting an error.
+
+    A launcher kills all ranks as soon as the first one fails, so a slower rank 0 would be killed before it has printed
+    its message. When rank 0 does fail, the launcher ends this process too. Returning from here therefore means that
+    rank 0 reported nothing, and this rank must. The first rank of a node waits less than its neighbours, so at most one
+    message is printed per node.
     """
     if launched_rank() != 0:
         time.sleep(GRACE_SECONDS if int(os.environ.get("LOCAL_RANK") or 0) == 0 else 2 * GRACE_SECONDS)
@@ -33,9 +46,9 @@ def let_rank_0_speak() -> None:
 class CommHookError(ValueError):
     """Something the user asked for cannot be done.
 
-    Every rank raises it, or the others would hang; only rank 0 carries the whole text, so that a typo on 64 ranks
-    is one screen and not 64. A function spawned by a parent (``notebook_launcher``) carries it on every rank: its
-    parent shows the first failure alone.
+    Every rank raises it, otherwise the others would hang. Only rank 0 carries the full text, so a typo on 64 ranks
+    prints one message and not 64. A function spawned by a parent process (``notebook_launcher``) carries it on every
+    rank, because the parent shows only the first failure.
     """
 
     def __init__(self, text: str):
@@ -52,7 +65,7 @@ _excepthook = sys.excepthook
 
 
 def _after_rank_0(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """What an uncaught error meets on the other ranks: patience, then its whole text."""
+    """The excepthook of the other ranks: wait for rank 0, then show the full text."""
     if isinstance(error, CommHookError):
         let_rank_0_speak()
         error.args = (error.text,)
@@ -60,11 +73,11 @@ def _after_rank_0(kind: type[BaseException], error: BaseException, traceback: Tr
 
 
 class ConfigError(CommHookError):
-    """A configuration that cannot mean anything, or names what does not exist."""
+    """A configuration that is invalid, or names something that does not exist."""
 
 
 class CompatibilityError(CommHookError):
-    """A valid configuration that cannot act in this setup (no DDP, FSDP, a second hook, ...)."""
+    """A valid configuration that cannot work in this setup (no DDP, FSDP, a second hook, ...)."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """Option dataclasses: one documented, type-checked and range-checked field for each option of a hook.
 
 A hook declares ``@dataclass(kw_only=True) class Options(HookOptions)`` with fields made by :func:`option`. Everything
-else (errors, ``accel-commhooks show``, the docs) is derived from that declaration.
+else (errors, ``accel-commhooks show``, the docs, when bench expects the hook to act) is derived from that declaration.
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ def option(
     above: float | None = None,
     remedy: str = "",
     check: Callable[[Any], str | None] | None = None,
+    aliases: tuple[str, ...] = (),
+    delays_start: bool = False,
 ) -> Any:
-    """A dataclass field for one option. ``check`` returns the broken rule as text, or None when the value is fine."""
+    """A dataclass field for one option.
+
+    ``check`` returns the broken rule as text, or None when the value is fine. ``aliases`` are other names for the option
+    in a config. ``delays_start`` marks a number of optimizer steps before the hook acts.
+    """
     metadata = {
         "doc": doc,
         "choices": choices,
@@ -40,6 +46,8 @@ def option(
         "above": above,
         "remedy": remedy,
         "check": check,
+        "aliases": aliases,
+        "delays_start": delays_start,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -50,11 +58,6 @@ def option(
 class HookOptions:
     """The options that every hook has."""
 
-    wrapper: str | None = option(
-        None,
-        "Type in which floating-point data travels, whatever the hook: fp16 or bf16.",
-        choices=(None, "fp16", "bf16"),
-    )
     ranks_per_node: int | None = option(
         None,
         "Ranks that share a node; found from the hosts themselves when not given.",
@@ -76,13 +79,34 @@ class HookOptions:
     def check(self) -> None:
         """Rules that concern several options at once; raise ConfigError."""
 
+    # When the hook acts. Bench arranges its turns by these.
+
+    def cycle(self) -> int:
+        """Optimizer steps after which the hook has done everything that it does."""
+        return 1
+
+    def lead(self) -> int:
+        """Optimizer steps until everything that overlaps several steps is under way."""
+        return 1
+
+    def starting_by(self, step: int) -> dict[str, Any]:
+        """The options to change for the hook to act from optimizer step ``step`` on; empty if it does so already."""
+        return {
+            field.name: step
+            for field in dataclasses.fields(self)
+            if field.metadata["delays_start"] and (getattr(self, field.name) or 0) > step
+        }
+
     @classmethod
     def describe(cls) -> list[tuple[str, str, Any, str]]:
-        """``(name, type, default, documentation)`` for each option, hook's own first."""
+        """``(name, type, default, documentation)`` for each option, the hook's own first."""
         rows = []
         for field in dataclasses.fields(cls):
             default = field.default_factory() if callable(field.default_factory) else field.default
-            rows.append((field.name, _type_name(_annotations(cls)[field.name]), default, field.metadata["doc"]))
+            documentation = field.metadata["doc"]
+            if field.metadata["aliases"]:
+                documentation += f" Also called {', '.join(field.metadata['aliases'])}."
+            rows.append((field.name, _type_name(_annotations(cls)[field.name]), default, documentation))
         own = [row for row in rows if row[0] not in HookOptions.__dataclass_fields__]
         return own + [row for row in rows if row[0] in HookOptions.__dataclass_fields__]
 
@@ -90,13 +114,30 @@ class HookOptions:
     def build(cls, hook_name: str, values: dict[str, Any]) -> Self:
         """The options of ``hook_name`` from a plain mapping, with a readable error for a name that does not exist."""
         known = [field.name for field in dataclasses.fields(cls)]
-        for name in values:
-            if name not in known:
+        names = {
+            alias: field.name for field in dataclasses.fields(cls) for alias in (field.name, *field.metadata["aliases"])
+        }
+        given: dict[str, str] = {}
+        for name, value in values.items():
+            if name not in names:
                 raise ConfigError(
                     f"hook '{hook_name}' has no option '{name}'{nearest(name, known)}\n"
                     f"  its options: {', '.join(sorted(known))}"
                 )
-        return cls(**values)
+            earlier = given.get(names[name])
+            if earlier is not None and value is None:
+                continue
+            if earlier is not None and values[earlier] is not None:
+                raise ConfigError(
+                    f"'{earlier}' and '{name}' are two names for one option of hook '{hook_name}', but both are set "
+                    f"({earlier}: {values[earlier]!r}, {name}: {value!r}); keep {names[name]}"
+                )
+            given[names[name]] = name
+        try:
+            return cls(**{option_name: values[name] for option_name, name in given.items()})
+        except ConfigError as error:
+            renamed = [f"{name} is another name for {option}" for option, name in given.items() if name != option]
+            raise ConfigError("; ".join([error.text, *renamed])) from None
 
 
 def _annotations(cls: type) -> dict[str, Any]:
@@ -104,7 +145,7 @@ def _annotations(cls: type) -> dict[str, Any]:
 
 
 def _coerce(value: Any, annotation: Any) -> Any:
-    """An int is a fine float (YAML writes 1 for 1.0), and YAML 1.1 reads 1e-8 as a string; nothing else is converted."""
+    """Accept an int for a float (YAML writes 1 for 1.0) and 1e-8, which YAML 1.1 reads as a string; convert nothing else."""
     if float in _alternatives(annotation) and str not in _alternatives(annotation):
         if isinstance(value, int) and not isinstance(value, bool) and int not in _alternatives(annotation):
             return float(value)

@@ -1,4 +1,8 @@
-"""Names of hooks. A hook's own file registers it; nothing else in the package knows a hook by name."""
+"""Names of hooks.
+
+A hook registers itself from its own file, and nothing else in the package knows it by name. Hooks are found when a name is
+first asked for: every module below ``accel_commhooks.hooks``, then every installed plugin.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,14 @@ from .errors import ConfigError, nearest
 if TYPE_CHECKING:
     from ..hooks.base import CommHook
 
+BUILT_IN = "accel_commhooks.hooks"
 ENTRY_POINT_GROUP = "accel_commhooks.hooks"
+
+Resolver = Callable[[str], "type[CommHook]"]
 
 _hooks: dict[str, type[CommHook]] = {}
 _aliases: dict[str, str] = {}
+_resolve_path: Resolver | None = None
 _discovered = False
 
 
@@ -39,8 +47,15 @@ def register_hook(name: str, *, aliases: Iterable[str] = ()) -> Callable[[type[C
     return register
 
 
+def resolves_paths(resolver: Resolver) -> Resolver:
+    """Function decorator: ``resolver`` turns a name with a colon, ``package.module:function``, into a hook class."""
+    global _resolve_path
+    _resolve_path = resolver
+    return resolver
+
+
 def unregister_hook(name: str) -> None:
-    """Forget a hook, for plugins that reload and for tests."""
+    """Remove a hook; for plugins that reload, and for tests."""
     get_hook(name)
     _hooks.pop(name)
     for alias in [alias for alias, target in _aliases.items() if target == name]:
@@ -57,9 +72,8 @@ def get_hook(name: str) -> type[CommHook]:
     """The hook class for a name, an alias, or ``torch:function`` / ``package.module:function``."""
     _discover()
     if ":" in name:
-        from ..hooks.foreign import foreign_hook
-
-        return foreign_hook(name)
+        assert _resolve_path is not None
+        return _resolve_path(name)
     cls = _hooks.get(_aliases.get(name, name))
     if cls is None:
         raise ConfigError(
@@ -71,14 +85,13 @@ def get_hook(name: str) -> type[CommHook]:
 
 
 def _discover() -> None:
-    """Import every file under hooks/ and every installed plugin, once."""
+    """Import every built-in hook and every installed plugin, once."""
     global _discovered
     if _discovered:
         return
     _discovered = True
-    from .. import hooks
-
-    for module in pkgutil.walk_packages(hooks.__path__, f"{hooks.__name__}."):
+    built_in = importlib.import_module(BUILT_IN)
+    for module in pkgutil.walk_packages(built_in.__path__, f"{BUILT_IN}."):
         importlib.import_module(module.name)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         entry_point.load()

@@ -1,4 +1,4 @@
-"""CommHook: the lifecycle that every hook obeys.
+"""CommHook: the lifecycle that every hook follows.
 
 One optimizer step goes through a hook like this, in the same order on every rank::
 
@@ -6,7 +6,7 @@ One optimizer step goes through a hook like this, in the same order on every ran
     reduce(bucket) ...          once for each DDP bucket, in bucket order, from the thread that runs backward
     before_step(optimizer)      gradients are final: unscaled and clipped
     after_step(optimizer)       parameters are new
-    step_done()                 counted once for each step, also one that a GradScaler skipped
+    step_done()                 once for each step, including one that a GradScaler skipped
 
 A hook talks to other ranks only through ``self.comm``. It never reaches into DDP, Accelerate or Trainer.
 """
@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from ..comm.collectives import Communicator
+from ..comm.cost import Prediction, Problem
+from ..comm.process_group import GradBucket
 from ..config.options import HookOptions
 
 State = dict[str, Any]
@@ -43,7 +44,7 @@ class HookContext:
 
 
 class CommHook:
-    """Base of all hooks; as it stands it is the contract, with every step optional but :meth:`reduce`."""
+    """Base class of all hooks. Every method is optional but :meth:`reduce`."""
 
     name: ClassVar[str]
     Options: ClassVar[type[HookOptions]] = HookOptions
@@ -51,6 +52,8 @@ class CommHook:
     """False for a hook whose traffic does not go through ``self.comm``."""
     needs_optimizer: ClassVar[bool] = False
     """True for a hook that must know the optimizers before the first backward."""
+    bench_options: ClassVar[dict[str, Any]] = {}
+    """Options that bench sets where the user did not; for a hook that must be asked for explicitly elsewhere."""
 
     @property
     def steps_in_backward(self) -> bool:
@@ -64,21 +67,26 @@ class CommHook:
         self.step = 0
         """Optimizer steps done since training began."""
 
+    @classmethod
+    def cost(cls, options: Any, problem: Problem) -> Prediction | None:
+        """What a step costs once the hook acts, put together from ``comm.cost``; None where there is no formula."""
+        return None
+
     # One step.
 
     def reduces_this_step(self) -> bool:
-        """False leaves DDP asleep for this step: no buckets, no buffer broadcasts, no bitmaps."""
+        """Return False to keep DDP from communicating in this step: no buckets, no buffer broadcasts, no bitmaps."""
         return True
 
     def before_forward(self) -> None:
         """Called before each forward that will have a backward, micro-batches under no_sync included."""
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket; the Future's value is what DDP writes into the gradients."""
         raise NotImplementedError
 
     def after_unreduced_backward(self, parameters: list[torch.Tensor]) -> None:
-        """At the end of a backward that DDP slept through."""
+        """Called at the end of a backward that DDP did not reduce."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Just before the optimizer steps."""
@@ -99,21 +107,21 @@ class CommHook:
         """Finish what is under way and make all replicas equal. Collective. Called before a save and at the end."""
 
     def begin_consensus(self) -> None:
-        """Make the model that everyone sees the consensus (for an evaluation, a save)."""
+        """Make the visible weights the consensus of all ranks, for an evaluation or a save."""
         self.synchronize()
 
     def end_consensus(self) -> None:
-        """The evaluation or save is over: local weights may come back."""
+        """The evaluation or save is over: local weights may be restored."""
 
     def prepare_save(self) -> None:
         """Collective work that a checkpoint needs before one rank alone writes it."""
 
-    def unread(self) -> contextlib.AbstractContextManager[None]:
-        """Within it somebody walks through the parameters without reading them (zero_grad)."""
+    def reading_suspended(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which parameters are iterated over but not read, as zero_grad() does."""
         return contextlib.nullcontext()
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the hook's own for the logs; may synchronise with the device."""
+        """The hook's own figures for the logs; may synchronise with the device."""
         return {}
 
     def close(self) -> None:
@@ -126,11 +134,11 @@ class CommHook:
         return {"step": self.step}
 
     def load_state_dict(self, state: State) -> None:
-        """Take over what :meth:`state_dict` of the same rank and world size returned."""
+        """Restore what :meth:`state_dict` returned on the same rank, at the same world size."""
         self.step = state["step"]
 
     def merge_states(self, states: Iterable[State]) -> State:
-        """One state for every rank of this run from those of all ranks of a run at another world size."""
+        """Merge the states of all ranks of a run at another world size into one that every rank of this run can load."""
         return next(iter(states))
 
 
@@ -146,11 +154,11 @@ class QueueHook(CommHook):
         super().__init__(options, context)
         self._queue: list[tuple[torch.futures.Future, Callable[[], torch.Tensor]]] = []
 
-    def start(self, bucket: dist.GradBucket) -> Callable[[], torch.Tensor]:
+    def start(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
         """Issue the bucket's collective; the function returned waits for it and gives the averaged buffer."""
         raise NotImplementedError
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = new_future(bucket.buffer().device)
         self._queue.append((future, self.start(bucket)))
         if bucket.is_last():

@@ -1,7 +1,7 @@
 """Hooks that were not written for this package: ``torch:powerSGD_hook``, ``my_package.my_module:my_hook``.
 
-A foreign hook is DDP's ``hook(state, bucket) -> Future``. It runs as it is: its traffic is not counted and its state is
-not checkpointed, because only it knows them. What the name points to may also be a :class:`CommHook` class.
+A foreign hook is DDP's ``hook(state, bucket) -> Future``. It runs unchanged: its traffic is not counted and its state is
+not checkpointed, because they are not accessible from outside. What the name points to may also be a :class:`CommHook` class.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ..comm.process_group import GradBucket
 from ..config.errors import ConfigError, nearest
 from ..config.options import HookOptions, option
+from ..config.registry import resolves_paths
 from .base import CommHook, HookContext
 
 _TORCH_PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"
@@ -37,11 +38,14 @@ class ForeignOptions(HookOptions):
     )
     state_options: dict = option({}, "Keyword arguments for the state's factory; for torch's PowerSGD its options.")
 
-    def check(self) -> None:
-        if self.wrapper is not None:
-            raise ConfigError(
-                f"wrapper does not reach a hook that brings its own collectives, but got {self.wrapper!r}; leave it out"
-            )
+    def starting_by(self, step: int) -> dict[str, Any]:
+        """torch's hooks call the options that delay them ``start_...``; they are in the state's options."""
+        late = {
+            name: step
+            for name, value in self.state_options.items()
+            if str(name).startswith("start_") and isinstance(value, int) and value > step
+        }
+        return {"state_options": {**self.state_options, **late}} if late else {}
 
 
 class ForeignHook(CommHook):
@@ -49,7 +53,7 @@ class ForeignHook(CommHook):
 
     Options = ForeignOptions
     counted = False
-    function: Callable[[Any, dist.GradBucket], torch.futures.Future]
+    function: Callable[[Any, GradBucket], torch.futures.Future]
     state_factory: Callable[..., Any] | None = None
 
     def __init__(self, options: ForeignOptions, context: HookContext):
@@ -58,10 +62,11 @@ class ForeignHook(CommHook):
         group = self.comm.everyone.process_group
         self._state = factory(group, **options.state_options) if factory is not None else group
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return type(self).function(self._state, bucket)
 
 
+@resolves_paths
 @cache
 def foreign_hook(path: str) -> type[CommHook]:
     """A hook class for ``torch:function``, ``module:function`` or ``module:CommHookSubclass``."""

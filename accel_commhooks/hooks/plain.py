@@ -1,46 +1,75 @@
 """The plain hooks: DDP's own averaging, the same in half the bytes, and none at all.
 
 ``allreduce`` divides, then sums, as DDP does without a hook, so its results are DDP's. ``fp16_compress`` and
-``bf16_compress`` narrow what travels and run on Gloo as well as NCCL. ``noop`` sends nothing: it is the speed limit
-that every other hook is measured against, and it does not train one model but as many as there are ranks.
+``bf16_compress`` narrow what travels and run on Gloo as well as NCCL. ``noop`` sends nothing. It is the speed limit that
+every other hook is measured against; it does not train one model but as many as there are ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
+from ..comm.cost import Prediction, Problem, all_reduce_gradients
+from ..comm.process_group import GradBucket
+from ..comm.wire import wire_dtype_named, wire_dtype_option
 from ..config.errors import ConfigError
 from ..config.options import HookOptions, option
 from ..config.registry import register_hook
-from .base import QueueHook
+from .base import HookContext, QueueHook
+
+
+@dataclass(kw_only=True)
+class AllReduceOptions(HookOptions):
+    wire_dtype: str | None = wire_dtype_option("Type in which gradients travel: fp16 or bf16.")
 
 
 @register_hook("allreduce", aliases=("no",))
 class AllReduceHook(QueueHook):
     """Averages gradients as plain DDP does."""
 
-    wire_dtype: torch.dtype | None = None
+    Options: ClassVar[type[HookOptions]] = AllReduceOptions
 
-    def start(self, bucket: dist.GradBucket) -> Callable[[], torch.Tensor]:
-        return self.comm.all_reduce(bucket.buffer(), wire_dtype=self.wire_dtype).wait
+    def __init__(self, options: HookOptions, context: HookContext):
+        super().__init__(options, context)
+        self._wire_dtype = wire_dtype_named(self.wire_dtype(options))
+
+    @classmethod
+    def wire_dtype(cls, options: Any) -> str | None:
+        return options.wire_dtype
+
+    @classmethod
+    def cost(cls, options: Any, problem: Problem) -> Prediction:
+        """2 (W - 1) / W x N, in one all-reduce a bucket, as plain DDP; half of it with a narrow wire."""
+        return all_reduce_gradients(problem, cls.wire_dtype(options))
+
+    def start(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
+        return self.comm.all_reduce(bucket.buffer(), wire_dtype=self._wire_dtype).wait
 
 
 @register_hook("fp16_compress", aliases=("fp16",))
 class Fp16CompressHook(AllReduceHook):
     """Averages gradients in float16: half of DDP's bytes."""
 
-    wire_dtype = torch.float16
+    Options = HookOptions
+
+    @classmethod
+    def wire_dtype(cls, options: Any) -> str:
+        return "fp16"
 
 
 @register_hook("bf16_compress", aliases=("bf16",))
 class Bf16CompressHook(AllReduceHook):
     """Averages gradients in bfloat16: half of DDP's bytes, float32's range."""
 
-    wire_dtype = torch.bfloat16
+    Options = HookOptions
+
+    @classmethod
+    def wire_dtype(cls, options: Any) -> str:
+        return "bf16"
 
 
 @dataclass(kw_only=True)
@@ -62,6 +91,11 @@ class NoopHook(QueueHook):
     """Sends nothing: the speed limit, for measurements only."""
 
     Options = NoopOptions
+    bench_options = {"i_know_that_replicas_diverge": True}
 
-    def start(self, bucket: dist.GradBucket) -> Callable[[], torch.Tensor]:
+    @classmethod
+    def cost(cls, options: Any, problem: Problem) -> Prediction:
+        return Prediction()
+
+    def start(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
         return bucket.buffer

@@ -1,6 +1,6 @@
-"""Where this package meets what torch, Accelerate and Transformers do not offer a public way to.
+"""The only module that uses private names of torch, Accelerate and Transformers, where they offer no public way.
 
-Each function says what it leans on and why; tests/test_seams.py notices when one of them changes.
+Each function says what it relies on and why; tests/test_seams.py fails when upstream changes it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ T = TypeVar("T")
 def live_objects(kind: type[T]) -> list[T]:
     """Every live instance of a class.
 
-    An optimizer, a GradScaler or an Accelerator does not announce itself, and an unchanged script hands us none of
-    them. Asking the garbage collector costs some tens of milliseconds and is done at setup only. ``type(o)`` rather
+    An unchanged script hands over neither its optimizer nor its GradScaler nor its Accelerator. Asking the garbage
+    collector takes some tens of milliseconds and is done at setup only. ``type(o)`` rather
     than ``isinstance``: lazy proxies import whole packages when asked for their class.
     """
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]
@@ -42,28 +42,33 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimi
 
 def live_grad_scalers() -> list[torch.amp.GradScaler]:
     """The enabled GradScalers of this process. The scale itself is read by the public ``scaler.scale(ones)``."""
-    gc.collect()  # one that nobody uses any more must not count
+    gc.collect()  # a scaler that is no longer used must not count
     return [scaler for scaler in live_objects(torch.amp.GradScaler) if scaler.is_enabled()]
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run a function when the backward under way has accumulated its last gradient.
 
-    Leans on the autograd engine's ``queue_callback``, which FSDP uses for the same purpose; the public hooks all run
+    Relies on the autograd engine's ``queue_callback``, which FSDP uses for the same purpose; the public hooks all run
     before the last gradient has been added up.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that changes whenever a tensor is written to in place (``_version``, which autograd checks itself)."""
+    return tensor._version
+
+
 def is_ignored_by_ddp(parameter: torch.nn.Parameter) -> bool:
-    """Whether DDP was told to leave this parameter alone (it marks it, and offers no question)."""
+    """Whether DDP was told to ignore this parameter (DDP marks it with ``_ddp_ignored``)."""
     return hasattr(parameter, "_ddp_ignored")
 
 
 def after_import(module_name: str, action: Callable[[Any], None]) -> None:
     """Run ``action(module)`` once the module has been imported, at once if it has been already.
 
-    An unchanged script imports transformers or not; importing it on its behalf would cost seconds and be wrong.
+    A script that does not use transformers must not pay the seconds that importing it takes.
     """
     if module_name in sys.modules:
         action(sys.modules[module_name])
@@ -91,7 +96,7 @@ def after_import(module_name: str, action: Callable[[Any], None]) -> None:
 def add_default_trainer_callback(callback: type) -> None:
     """Give every Trainer made later a callback, first in line after the flow callback.
 
-    Leans on ``transformers.trainer.DEFAULT_CALLBACKS``, the list each Trainer starts from.
+    Relies on ``transformers.trainer.DEFAULT_CALLBACKS``, the list each Trainer starts from.
     """
 
     def extend(module: Any) -> None:
@@ -105,7 +110,7 @@ def order_callbacks(*, first: Any, last: Any) -> None:
     """Put ``first`` before the reporting callbacks of the Trainer that owns ``last``, and ``last`` behind all others.
 
     Figures must be in the logs before a reporter writes them, and whether an evaluation or a save follows is only known
-    after every other callback was asked. Leans on ``CallbackHandler.callbacks``: callbacks are not told who owns them,
+    after every other callback was asked. Relies on ``CallbackHandler.callbacks``: callbacks are not told who owns them,
     and ``add_callback`` only appends. The list is replaced, because Trainer is iterating over it.
     """
     from transformers.trainer_callback import CallbackHandler
@@ -116,8 +121,15 @@ def order_callbacks(*, first: Any, last: Any) -> None:
             handler.callbacks = [*others[:1], first, *others[1:], last]
 
 
+def masked_language_model_exists(config: Any) -> bool:
+    """Whether Transformers has a masked language model for a config (``AutoModel..._model_mapping``)."""
+    from transformers import AutoModelForMaskedLM
+
+    return type(config) in AutoModelForMaskedLM._model_mapping
+
+
 class _GuardedParameters(dict):
-    """A module's parameters, finished one by one when somebody looks. Copies and pickles are plain dicts."""
+    """A module's parameters, each completed when it is read. Copies and pickles are plain dicts."""
 
     def __init__(self, parameters: dict, finish: Callable[[Any], None]):
         super().__init__(parameters)
@@ -152,11 +164,26 @@ def is_compiled(root: torch.nn.Module) -> bool:
     )
 
 
-def guard_parameters(root: torch.nn.Module, finish: Callable[[torch.Tensor], None]) -> Callable[[], None]:
-    """Have ``finish(parameter)`` called whenever a parameter is read from a module; returns what ends that.
+def without_compile(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile was given, from the one it made (``_orig_mod``)."""
+    return getattr(module, "_orig_mod", module)
 
-    Leans on ``Module._parameters``, through which ``module.weight``, ``parameters()`` and ``state_dict()`` all go. Forward
-    hooks would not do: a module may use a child's weight without calling the child (MultiheadAttention does).
+
+def name_without_compile(name: str) -> str:
+    """A parameter's name as it is without torch.compile, which inserts ``_orig_mod.``."""
+    return name.replace("_orig_mod.", "")
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the local part of a sharded one (FSDP's parameters; the class moved between versions)."""
+    return type(tensor).__name__ in ("DTensor", "FlatParameter") or hasattr(tensor, "_local_tensor")
+
+
+def guard_parameters(root: torch.nn.Module, finish: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """Call ``finish(parameter)`` whenever a parameter is read from a module; returns a function that ends this.
+
+    Relies on ``Module._parameters``, through which ``module.weight``, ``parameters()`` and ``state_dict()`` all go. Forward
+    hooks would not be enough: a module may use a child's weight without calling the child (MultiheadAttention does).
     """
     guarded = []
     for module in root.modules():

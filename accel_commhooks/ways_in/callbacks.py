@@ -1,7 +1,7 @@
 """Callbacks for ``transformers.Trainer``.
 
 ``CommHookCallback`` attaches a hook to the DDP model that Trainer builds, logs its figures beside the loss, and keeps its
-state in Trainer's checkpoints. It only calls what custom loops can call too: see attachment.py.
+state in Trainer's checkpoints. It only calls what custom loops can call too: see attachment/handle.py.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..attachment import checkpoint, compatibility
-from ..attachment.handle import Attachment, attach, attachment_of, innermost_optimizer
+from ..attachment.discovery import DDPWatch
+from ..attachment.handle import Attachment, attach
 from ..attachment.metrics import PREFIX
-from ..comm.collectives import WIRE_DTYPES, Communicator
+from ..attachment.optimizers import innermost_optimizer
+from ..attachment.slot import attachment_of
+from ..comm.collectives import Communicator
 from ..config.config import CommHookConfig
-from ..config.errors import CompatibilityError
-from ..hooks.local_sgd.replicas import AveragingOptions, Replicas
+from ..config.errors import CompatibilityError, warn_once
+from ..hooks.local_sgd.options import AveragingOptions
+from ..hooks.local_sgd.replicas import Replicas
 from ..upstream import seams
-from .install import DDPWatch
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -32,7 +34,7 @@ TRAINER_STATE = "trainer_state.json"
 class CommHookCallback(TrainerCallback):
     """``Trainer(..., callbacks=[CommHookCallback("powersgd", matrix_approximation_rank=4)])``.
 
-    The hook is a name, a path to a YAML file or a mapping; without one, ``ACCELERATE_COMM_HOOK`` says it.
+    The hook is a name, a path to a YAML file or a mapping; without one, ``ACCELERATE_COMM_HOOK`` is read.
     """
 
     def __init__(self, hook: CommHookConfig | dict | str | os.PathLike | None = None, **options: Any):
@@ -99,14 +101,14 @@ class CommHookCallback(TrainerCallback):
 
     # Parts.
 
-    def _find_ddp(self, model: torch.nn.Module) -> DistributedDataParallel:
+    def _find_ddp(self, model: torch.nn.Module) -> torch.nn.Module:
         return self._watch.wrapper_of(model) or compatibility.require_ddp(model, self.config.name)
 
     def _show_consensus(self, control: TrainerControl) -> None:
-        """Trainer evaluates and saves right after this event: let it see the consensus."""
+        """Trainer evaluates and saves right after this event, and must see the consensus."""
         if self.handle is None:
             return
-        if _someone_looks(control):
+        if _evaluates_or_saves(control):
             self.handle.open_consensus()
         if control.should_save:
             self.handle.hook.prepare_save()
@@ -116,7 +118,7 @@ class CommHookCallback(TrainerCallback):
         assert self.handle is not None
         folder = _resumed_checkpoint(args, state)
         if folder is None:
-            compatibility.warn_once(_not_found(f"hook '{self.config.name}'", args, state))
+            warn_once(_not_found(f"hook '{self.config.name}'", args, state))
             return
         checkpoint.load(self.handle, folder)
 
@@ -145,7 +147,7 @@ class ModelAveragingCallback(TrainerCallback):
             return
         model = kwargs["model"]
         names = {parameter: name for name, parameter in model.named_parameters()}
-        comm = Communicator(ranks_per_node=self.options.ranks_per_node, wire_dtype=WIRE_DTYPES[self.options.wrapper])
+        comm = Communicator(ranks_per_node=self.options.ranks_per_node)
         self.replicas = Replicas(self.options, comm, names, dict(model.named_buffers()))
         self.replicas.optimizers = [innermost_optimizer(kwargs["optimizer"])]
         self._step = 0
@@ -168,7 +170,7 @@ class ModelAveragingCallback(TrainerCallback):
             self._step += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.replicas is not None and _someone_looks(control):
+        if self.replicas is not None and _evaluates_or_saves(control):
             self.replicas.show_consensus()
 
     on_epoch_end = on_step_end
@@ -196,7 +198,7 @@ class ModelAveragingCallback(TrainerCallback):
         self._step = state.global_step
         folder = _resumed_checkpoint(args, state)
         if folder is None:
-            compatibility.warn_once(_not_found("model averaging", args, state))
+            warn_once(_not_found("model averaging", args, state))
             return
         loaded = checkpoint.read(
             folder / self._FOLDER,
@@ -229,7 +231,7 @@ class _Figures(TrainerCallback):
             state.log_history[-1].update(figures)
 
 
-def _someone_looks(control: TrainerControl) -> bool:
+def _evaluates_or_saves(control: TrainerControl) -> bool:
     """Whether Trainer evaluates, saves or ends right after this event."""
     return control.should_evaluate or control.should_save or control.should_training_stop
 
@@ -240,7 +242,7 @@ def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _not_found(what: str, args: TrainingArguments, state: TrainerState) -> str:
     return (
-        f"{what} starts anew at step {state.global_step}: the checkpoint that Trainer resumed from is neither "
+        f"{what} starts afresh at step {state.global_step}: the checkpoint that Trainer resumed from is neither "
         f"args.resume_from_checkpoint nor below {args.output_dir}; set TrainingArguments(resume_from_checkpoint=...) to "
         "its folder to resume this as well"
     )

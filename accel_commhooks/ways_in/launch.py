@@ -15,13 +15,14 @@ from pathlib import Path
 
 from ..config.config import ENVIRONMENT_VARIABLE, CommHookConfig
 from ..config.errors import CommHookError, ConfigError, let_rank_0_speak
+from ..upstream import seams
 from .install import install
 
 USAGE = "usage: accelerate launch [its flags] -m accel_commhooks CONFIG train.py [arguments of train.py]"
 
 
 def run_script(arguments: list[str]) -> None:
-    """Install the hook named by the first argument and become the script named by the second."""
+    """Install the hook named by the first argument, and run the script named by the second."""
     try:
         if len(arguments) < 2:
             raise ConfigError(f"a config (a YAML file or a hook's name) and a script are needed\n{USAGE}")
@@ -54,7 +55,7 @@ def _run_as_main(script: str) -> None:
 
 
 def stop(error: CommHookError) -> None:
-    """One message, from rank 0, and exit code 2 everywhere: a mistake of the user's needs no traceback."""
+    """Print one message, from rank 0, and exit with code 2 everywhere: a user's mistake needs no traceback."""
     let_rank_0_speak()
     print(f"accel-commhooks: {error.text}", file=sys.stderr)
     raise SystemExit(2)
@@ -62,7 +63,6 @@ def stop(error: CommHookError) -> None:
 
 def _add_trainer_callback(config: CommHookConfig) -> None:
     """Checkpoints, consensus and logs inside a Trainer come from the callback; a script without one is not touched."""
-    from ..upstream import seams
 
     def make_callback(module: object) -> None:
         from .callbacks import CommHookCallback

@@ -25,7 +25,7 @@ if "PROBE_FOLDER" in os.environ:
                 "sent": a.comm.traffic.scope("within") + a.comm.traffic.scope("between"),
                 "plain": a.steps
                 * sum(
-                    a.comm.plain_all_reduce_bytes(
+                    a.comm.traffic.of_plain_ddp(
                         sum(p.numel() * p.element_size() for p in a.parameters if p.requires_grad)
                     ).values()
                 ),
@@ -37,7 +37,7 @@ if "PROBE_FOLDER" in os.environ:
 
     class Finder:
         def find_spec(self, name, path=None, target=None):
-            if name == "accel_commhooks.ways_in.accelerate":  # imported after the attachment module, once
+            if name == "accel_commhooks.ways_in.accelerate_kwargs":  # imported after the attachment module, once
                 sys.meta_path.remove(self)
                 attachment = sys.modules["accel_commhooks.attachment.handle"].Attachment
                 original = attachment.__init__

@@ -1,27 +1,19 @@
-"""Averaging in place: bounded memory, no re-pointed storage, torch's averager interface and schedules.
-
-torch's averagers copy the whole model into one flat tensor and leave every parameter as a view of it, and they skip
-parameters whose ``.grad`` is None. These go through the tensors in slices of bounded size, write the mean back where it
-came from, and ask only for ``requires_grad``.
-"""
+"""Averaging in place, with bounded memory: tensors travel in slices, and the mean is written back where it came from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-from ...comm.collectives import Communicator, Group, Pending
-from ...config.errors import ConfigError
+from ...comm.collectives import Communicator, Group, PendingCollective
 
 BUCKET_BYTES = 25 * 2**20
 
 
 def slice_bytes(bucket_bytes: int = BUCKET_BYTES) -> int:
-    """What travels at once: a quarter. While one slice travels the next is filled, and the backend needs as much again."""
+    """Size of one slice: a quarter of a bucket. One slice travels while the next is filled, and the backend copies both."""
     return bucket_bytes // 4
 
 
@@ -59,7 +51,7 @@ def slices(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[list[Piece]]
 
 
 class Exchange:
-    """A mean over a group, slice by slice: ``read(piece)`` gives what is sent, ``write(piece, mean)`` takes what comes."""
+    """A mean over a group, slice by slice: ``read(piece)`` returns what to send, ``write(piece, mean)`` stores the result."""
 
     def __init__(
         self,
@@ -75,7 +67,7 @@ class Exchange:
         self._comm, self._group, self._wire_dtype = comm, group, wire_dtype
         self._read, self._write = read, write
         self._slices = slices(tensors, slice_bytes(bucket_bytes))
-        self._under_way: list[tuple[list[Piece], Pending]] = []
+        self._under_way: list[tuple[list[Piece], PendingCollective]] = []
         self._spare: list[torch.Tensor] = []
 
     def run(self) -> None:
@@ -141,90 +133,3 @@ def average_in_place(
     Exchange(comm, flat, lambda piece: piece.of(flat[piece.index]), write, group=group, bucket_bytes=bucket_bytes).run()
     for index, tensor in scattered:
         tensor.detach().copy_(flat[index])
-
-
-def parameters_of(params: Iterable) -> list[torch.Tensor]:
-    """Trainable parameters from what torch's averagers accept: parameters, or an optimizer's parameter groups."""
-    found: list[torch.Tensor] = []
-    for item in params:
-        found.extend(item["params"] if isinstance(item, dict) else [item])
-    return [parameter for parameter in found if parameter.requires_grad]
-
-
-class Schedule:
-    """When to average, and among whom."""
-
-    def group_at(self, step: int) -> Group | None:
-        """The group to average over after the ``step``-th step (from 0), or None."""
-        raise NotImplementedError
-
-
-class PeriodicSchedule(Schedule):
-    """torch's PeriodicModelAverager: every ``period`` steps from ``warmup_steps`` on, among everyone."""
-
-    def __init__(self, comm: Communicator, period: int, warmup_steps: int):
-        self._comm, self._period, self._warmup = comm, period, warmup_steps
-
-    def group_at(self, step: int) -> Group | None:
-        due = step >= self._warmup and (step - self._warmup) % self._period == 0
-        return self._comm.everyone if due else None
-
-
-class HierarchicalSchedule(Schedule):
-    """torch's HierarchicalModelAverager: of the periods that divide the step, the longest decides the group."""
-
-    def __init__(self, comm: Communicator, period_group_size: dict[int, int], warmup_steps: int):
-        self._warmup = warmup_steps
-        periods, sizes = list(period_group_size), list(period_group_size.values())
-        rule = "period_group_size must map rising periods to rising group sizes"
-        if not periods or periods != sorted(set(periods)) or sizes != sorted(set(sizes)) or periods[0] < 1:
-            raise ConfigError(f"{rule}, for example {{2: 4, 16: 32}}, but got {period_group_size}")
-        if sizes[-1] != comm.size or any(comm.size % size for size in sizes):
-            raise ConfigError(
-                f"{rule} that divide the number of ranks, the last one being all of them, but got {period_group_size} "
-                f"on {comm.size} ranks"
-            )
-        self._groups = {
-            period: comm.everyone
-            if size == comm.size
-            else comm.subgroup([range(first, first + size) for first in range(0, comm.size, size)])
-            for period, size in period_group_size.items()
-        }
-
-    def group_at(self, step: int) -> Group | None:
-        if step < self._warmup:
-            return None
-        return next((group for period, group in reversed(self._groups.items()) if step % period == 0), None)
-
-
-class PeriodicModelAverager(ModelAverager):
-    """torch's PeriodicModelAverager, in place. For hand-written loops: ``average_parameters`` after each step."""
-
-    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None):
-        super().__init__(process_group)
-        if period < 1 or warmup_steps < 0:
-            raise ConfigError(
-                f"period must be at least 1 and warmup_steps at least 0, but got {period} and {warmup_steps}"
-            )
-        self.comm = Communicator(process_group)
-        self._schedule: Schedule = PeriodicSchedule(self.comm, period, warmup_steps)
-
-    def average_parameters(self, params: Iterable) -> None:
-        """Average what requires gradients, if this step is one to average after; then count the step."""
-        group = self._schedule.group_at(self.step)
-        if group is not None:
-            average_in_place(self.comm, parameters_of(params), group=group)
-        self.step += 1
-
-
-class HierarchicalModelAverager(PeriodicModelAverager):
-    """torch's HierarchicalModelAverager, in place."""
-
-    def __init__(
-        self,
-        period_group_size_dict: dict[int, int],
-        warmup_steps: int = 0,
-        process_group: dist.ProcessGroup | None = None,
-    ):
-        super().__init__(1, warmup_steps, process_group)
-        self._schedule = HierarchicalSchedule(self.comm, period_group_size_dict, warmup_steps)

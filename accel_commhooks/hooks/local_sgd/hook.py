@@ -1,52 +1,27 @@
 """Post-local SGD (arXiv:1808.07217): plain DDP first, then local steps with an averaging now and then.
 
-For ``start_localSGD_iter`` steps gradients are averaged over everyone. From then on DDP sleeps: nothing crosses between
-nodes, not even DDP's own bitmaps and buffer broadcasts. Gradients are averaged inside the node (or another subgroup) at
-the end of backward, and every ``period`` steps the replicas meet: see replicas.py.
+For ``start_localSGD_iter`` steps gradients are averaged over all ranks. From then on DDP does not communicate: nothing is
+sent between nodes, not even DDP's own bitmaps and buffer broadcasts. Gradients are averaged inside the node (or another
+subgroup) at the end of backward, and every ``period`` steps the replicas are averaged: see replicas.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...comm.collectives import Group
+from ...comm.cost import Prediction, Problem
+from ...comm.process_group import GradBucket
 from ...config.errors import ConfigError
-from ...config.options import option
 from ...config.registry import register_hook
 from ..base import HookContext, QueueHook, State
 from .averaging import average_in_place
-from .replicas import AveragingOptions, Replicas
-
-
-def _is_subgroup(value: str | list) -> str | None:
-    if value in ("node", "none"):
-        return None
-    if isinstance(value, list) and value and all(isinstance(ranks, list) and ranks for ranks in value):
-        flat = [rank for ranks in value for rank in ranks]
-        if sorted(flat) == list(range(len(flat))):
-            return None
-    return f"subgroup must be node, none, or lists that hold every rank once, like [[0, 1], [2, 3]], but got {value!r}"
-
-
-@dataclass(kw_only=True)
-class PostLocalSGDOptions(AveragingOptions):
-    start_localSGD_iter: int = option(100, "Optimizer steps of plain DDP before local steps start.", at_least=0)
-    post_local_gradient_allreduce: bool = option(True, "Average gradients inside the subgroup at local steps.")
-    subgroup: str | list = option(
-        "node", "Who averages gradients at local steps: node, none, or lists of ranks.", check=_is_subgroup
-    )
-    warmup_steps: int | None = option(
-        None, "Steps before the first averaging; start_localSGD_iter when not given.", at_least=0
-    )
-
-    def check(self) -> None:
-        if self.warmup_steps is None:
-            self.warmup_steps = self.start_localSGD_iter
-        super().check()
+from .cost import post_localsgd_cost
+from .options import PostLocalSGDOptions
+from .replicas import Replicas
 
 
 @register_hook("post_localsgd")
@@ -55,6 +30,10 @@ class PostLocalSGDHook(QueueHook):
 
     Options = PostLocalSGDOptions
     needs_optimizer = True
+
+    @classmethod
+    def cost(cls, options: Any, problem: Problem) -> Prediction:
+        return post_localsgd_cost(options, problem)
 
     def __init__(self, options: PostLocalSGDOptions, context: HookContext):
         super().__init__(options, context)
@@ -86,11 +65,11 @@ class PostLocalSGDHook(QueueHook):
     def reduces_this_step(self) -> bool:
         return not self._is_local()
 
-    def start(self, bucket: dist.GradBucket) -> Callable[[], torch.Tensor]:
+    def start(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
         return self.comm.all_reduce(bucket.buffer()).wait
 
     def after_unreduced_backward(self, parameters: list[torch.Tensor]) -> None:
-        """The mean over the subgroup, with DDP's rule: what nobody used keeps no gradient."""
+        """Average over the subgroup, with DDP's rule: a parameter that no rank used keeps no gradient."""
         if self._subgroup.size == 1:
             return
         trainable = [p for p in parameters if p.requires_grad]
@@ -101,7 +80,7 @@ class PostLocalSGDHook(QueueHook):
             gone = set(map(id, missing))
             flags = torch.tensor([float(id(p) not in gone) for p in trainable], device=trainable[0].device)
             self.comm.all_reduce(flags, group=self._subgroup).wait()
-            if missing:  # only a rank that has to know asks the device
+            if missing:  # only a rank that needs the answer reads it from the device
                 used = dict(zip(map(id, trainable), (flags > 0).tolist(), strict=True))
                 missing = [p for p in missing if not used[id(p)]]
         gradients = [p.grad for p in trainable if p.grad is not None]

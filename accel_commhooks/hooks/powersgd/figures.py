@@ -8,13 +8,13 @@ import torch
 
 from .units import Unit
 
-SAMPLE_EVERY = 20  # steps between two looks: each reads every gradient once more
+SAMPLE_EVERY = 20  # steps between two samples: each reads every gradient once more
 
 
-class Look:
+class CompressionStats:
     """Every few steps: how large the residual is, and how much of the gradient lies in the factors' span.
 
-    Sums stay on the device until somebody asks. Both figures are of this rank's own gradient.
+    Sums stay on the device until the figures are read. Both figures are about this rank's own gradient.
     """
 
     def __init__(self) -> None:

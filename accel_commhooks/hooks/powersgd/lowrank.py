@@ -1,11 +1,11 @@
 """The low-rank mathematics of PowerSGD (Vogels et al., 2019, arXiv:1905.13727), as pure functions on batches.
 
-Letters are the paper's: M is a gradient matrix [n, m], P and Q its factors. Factors are kept lying, P as [r, n] and Q as
-[r, m], so that M ~ P^T Q: a column of the paper's is then contiguous, and products with M are up to twice as fast.
+Letters are the paper's: M is a gradient matrix [n, m], P and Q its factors. Factors are stored as rows, P as [r, n] and Q as
+[r, m], so that M ~ P^T Q: a column in the paper is then contiguous, and products with M are up to twice as fast.
 
-What limits these products is the memory, not the arithmetic. On an accelerator each is one kernel for a whole matrix, and
-nothing is read back to the host. A CPU takes a few rows at a time through all that is done to them, while its cache has
-them, and may look at a value, being the host itself.
+These products are limited by memory bandwidth, not by arithmetic. On an accelerator each is one kernel for a whole matrix,
+and nothing is read back to the host. On a CPU a few rows at a time go through all operations while they are in the cache;
+values may be read there, because the CPU is the host.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ def add_and_project(m: torch.Tensor, residual: torch.Tensor, p: torch.Tensor, q:
 
 
 def approximate(m: torch.Tensor, residual: torch.Tensor, p: torch.Tensor, q: torch.Tensor, fine: torch.Tensor) -> None:
-    """M becomes P^T Q, and the residual what that misses of M; unless ``fine`` the residual stays as it was.
+    """M becomes P^T Q, and the residual becomes M - P^T Q; unless ``fine``, the residual stays as it was.
 
-    The residual has a row more than M: there an accelerator, which is not asked, leaves what must not be kept.
+    The residual has one row more than M. The extra row is scratch space: on an accelerator a rejected update is written
+    there, so that the host never has to read ``fine``.
     """
-    standing = p.t()
+    columns = p.t()
     if not on_host(m):
-        m.addmm_(standing, q, alpha=-1)
+        m.addmm_(columns, q, alpha=-1)
         residual.index_copy_(0, torch.where(fine, torch.arange(len(m), device=m.device), len(m)), m)
-        torch.mm(standing, q, out=m)
+        torch.mm(columns, q, out=m)
         return
     count, keeps = _rows_at_once(m), bool(fine)
     for m_rows, residual_rows, p_rows in zip(
-        m.split(count), residual[:-1].split(count), standing.split(count), strict=True
+        m.split(count), residual[:-1].split(count), columns.split(count), strict=True
     ):
         if keeps:
             torch.addmm(m_rows, p_rows, q, alpha=-1, out=residual_rows)
@@ -77,12 +78,12 @@ def orthogonalize(factors: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
 
 
 def householder(rows: torch.Tensor) -> torch.Tensor:
-    """One call to LAPACK, ten times faster than Gram-Schmidt on a CPU. A row without a direction of its own gets any."""
+    """QR by LAPACK, ten times faster than Gram-Schmidt on a CPU. A linearly dependent row gets an arbitrary direction."""
     return torch.linalg.qr(rows.transpose(1, 2)).Q.transpose(1, 2)
 
 
 def gram_schmidt(rows: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
-    """In place, all matrices at once: few kernels where starting one is what costs. Rows without a direction become zero.
+    """In place, for all matrices at once, which needs few kernels. Linearly dependent rows become zero.
 
     Each row is projected twice, which is enough for orthogonality to machine precision (Giraud et al., 2005). It is
     dropped when less is left of it than rounding can have put there: this covers zero rows, repeated ones and r > n.

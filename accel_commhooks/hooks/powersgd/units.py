@@ -1,6 +1,6 @@
-"""Where PowerSGD's matrices, factors and residuals lie in memory.
+"""Where PowerSGD's matrices, factors and residuals are kept in memory.
 
-A :class:`Unit` is what is compressed together (the gradients of one bucket). All that it sends lies in one flat buffer::
+A :class:`Unit` is what is compressed together (the gradients of one bucket). Everything that it sends is in one flat buffer::
 
     [ P of all matrices | vectors | flags | Q of all matrices ]
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...comm.hierarchy import Waitable
+from ...comm.collectives import PendingResult
 
 SPARE = 1e-35  # below what rounding leaves of any gradient that matters, above float32's smallest numbers
 
@@ -54,13 +54,13 @@ class ShapeGroup:
     flags: torch.Tensor
     """[b, 1, 1]: above zero where some rank had a gradient."""
     errors: list[torch.Tensor]
-    """The residual of each matrix, [n + 1, m]: the last row is nobody's (see lowrank.approximate). Empty where none is kept."""
+    """The residual of each matrix, [n + 1, m]; the extra row is scratch space (see lowrank.approximate). Empty if unused."""
     q_kept: torch.Tensor
     """The right factor to start from, kept from step to step."""
     p_kept: torch.Tensor | None
     """The left factor to start from, where both take turns."""
     q_spare: torch.Tensor
-    """Random and so small that only rows of a factor that are zero notice when it is added."""
+    """Random and tiny: adding it changes only rows that are zero."""
     p_spare: torch.Tensor | None
 
     def start_p(self) -> torch.Tensor:
@@ -69,13 +69,13 @@ class ShapeGroup:
         return self.p_kept + self.p_spare
 
     def start_q(self) -> torch.Tensor:
-        """The factor to start from. Where the last gradient had too low a rank to leave one, its rows start afresh."""
+        """The factor to start from. Rows that the last gradient left at zero, its rank being too low, start at random."""
         return self.q_kept + self.q_spare
 
 
 @dataclass(eq=False)
 class Unit:
-    """The buffers of what is compressed together, and where it stands in this step."""
+    """The buffers of what is compressed together, and the state of this step."""
 
     numel: int
     groups: list[ShapeGroup]
@@ -89,7 +89,7 @@ class Unit:
     """(parameter, offset, length) of the residuals that are remembered, where the gradient has them."""
 
     m: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    pending: list[Waitable] = field(default_factory=list)
+    pending: list[PendingResult] = field(default_factory=list)
     started: bool = False
     deliver: Callable[[], None] = lambda: None
 

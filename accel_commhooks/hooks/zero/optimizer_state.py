@@ -2,7 +2,7 @@
 
 Each rank keeps the state of the elements it owns. ``optimizer.state_dict()`` gives torch's ordinary, whole state once
 :meth:`DividedState.gather` has collected it on every rank, and ``load_state_dict()`` takes such a state and keeps the owned
-part. So a checkpoint does not tell how many ranks wrote it, or whether they divided anything.
+part. A checkpoint therefore does not depend on how many ranks wrote it, or whether they divided anything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DividedState:
         self._divide(optimizer)
 
     def outdate(self) -> None:
-        """What was gathered is no longer true."""
+        """Forget what was gathered: a step has changed it."""
         self._whole = {}
 
     def gather(self, optimizers: Sequence[torch.optim.Optimizer], *, keep: bool) -> None:
@@ -53,7 +53,7 @@ class DividedState:
         for handle in self._handles:
             handle.remove()
         for optimizer, state_dict in zip(optimizers, whole, strict=True):
-            optimizer.load_state_dict(state_dict)  # puts everything on the device and in the type that torch wants
+            optimizer.load_state_dict(state_dict)  # converts everything to the device and type that torch expects
 
     # Dividing.
 

@@ -147,7 +147,7 @@ class WholeParameters(Ownership):
 
 
 class Shards:
-    """Of each parameter the owned part as a parameter of its own: a view, or a master copy where the wire is narrow."""
+    """The owned part of each parameter as a parameter of its own: a view, or a master copy where the wire is narrow."""
 
     def __init__(self, ownership: Ownership, names: dict[torch.Tensor, str], wire_dtype: torch.dtype | None):
         self.ownership, self._names, self._wire_dtype = ownership, names, wire_dtype
@@ -170,7 +170,7 @@ class Shards:
 
     @torch.no_grad()
     def refresh(self, parameter: torch.Tensor) -> torch.nn.Parameter:
-        """The shard, after whatever else may have happened to the parameter: new storage, weights that were loaded."""
+        """The shard, brought up to date with the parameter: it may have new storage, or weights may have been loaded."""
         start, stop = self.ownership.range(parameter)
         own = parameter.detach().view(-1)[start:stop]
         data = own if self._wire_dtype is None else self._master(parameter, own)
@@ -181,7 +181,7 @@ class Shards:
         return shard
 
     def _master(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The master copy where the parameter is its rounding; where it is not, somebody wrote the parameter."""
+        """The master copy where the parameter equals its rounding; elsewhere the parameter's own value."""
         shard = self._shards.get(id(parameter))
         master = shard.detach() if shard is not None else self._loaded.pop(self._names[parameter], None)
         written = own.to(dtype=self.dtype(parameter), copy=True)
@@ -203,7 +203,7 @@ class Shards:
         self._shards.clear()
 
     def merge(self, of_all_ranks: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Masters of all ranks of another run, put together and cut anew."""
+        """Masters of all ranks of another run, concatenated and divided again."""
         parts: dict[str, list[torch.Tensor]] = {}
         for masters in of_all_ranks:
             for name, part in masters.items():

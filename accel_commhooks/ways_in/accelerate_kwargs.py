@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..attachment import compatibility
 from ..attachment.handle import Attachment, attach
+from ..attachment.optimizers import before_every_step
 from ..config.config import CommHookConfig
 from ..config.errors import CompatibilityError
 from . import accelerate_state
@@ -42,7 +42,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._config = CommHookConfig.load(self.hook, **self.options)
         self.handle: Attachment | None = None
         compatibility.refuse_other_strategies(self._config.name)
-        self._first_step = register_optimizer_step_pre_hook(self._before_first_step)
+        self._first_step = before_every_step(self._before_first_step)
 
     # Accelerate looks handlers up by their exact class, so a subclass answers with its parent's.
     @property  # type: ignore[misc]
@@ -61,10 +61,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def register_comm_hook(self, model: torch.nn.Module) -> None:
         """Called by Accelerate right after it built the DDP model."""
         self._first_step.remove()
-        self.handle = attach(model, self._config)  # type: ignore[arg-type]
+        self.handle = attach(model, self._config)
         accelerate_state.link_live()
 
-    def _before_first_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Only reached while no DDP model was built: the hook could never act."""
         compatibility.no_ddp_at_first_step(
             self._config.name, [p for group in optimizer.param_groups for p in group["params"]]

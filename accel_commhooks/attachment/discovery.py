@@ -1,0 +1,58 @@
+"""Finding DDP models that a script builds by itself.
+
+torch tells when a module is given a child, and a DDP wrapper is given its ``module`` while it is built.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook  # noqa: TID251 - DDP is found here
+from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - this room is where DDP is known
+
+from ..upstream import seams
+
+
+class DDPWatch:
+    """Remembers the DDP wrappers built since it was started."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._handle = register_module_module_registration_hook(self._registered)
+
+    def _registered(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        if isinstance(parent, DistributedDataParallel) and name == "module":
+            self._seen.add(parent)
+            self.found(parent)
+
+    def found(self, ddp: torch.nn.Module) -> None:
+        """A wrapper is being built; it is not finished yet."""
+
+    def __iter__(self) -> Iterator[DistributedDataParallel]:
+        return iter(self._seen)
+
+    def wrapper_of(self, model: torch.nn.Module) -> DistributedDataParallel | None:
+        """The wrapper around a model."""
+        return next(
+            (ddp for ddp in self._seen if ddp.module is model or seams.without_compile(ddp.module) is model), None
+        )
+
+    def wrapper_around_or_inside(self, model: torch.nn.Module) -> DistributedDataParallel | None:
+        """The wrapper that is this model, is inside it, or is around it."""
+        return next((ddp for ddp in self._seen if ddp in model.modules() or ddp.module is model), None)
+
+    def stop(self) -> None:
+        self._handle.remove()
+
+
+def before_first_forward(ddp: torch.nn.Module, action: Callable[[torch.nn.Module, Any], None]) -> None:
+    """Run ``action(ddp, args)`` before the wrapper's first forward, in time for its first backward."""
+
+    def first_forward(module: torch.nn.Module, args: Any) -> None:
+        handle.remove()
+        action(ddp, args)
+
+    handle = ddp.register_forward_pre_hook(first_forward, prepend=True)

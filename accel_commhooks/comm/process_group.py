@@ -1,0 +1,25 @@
+"""What concerns the whole process: whether it is one of several, and how it leaves; and torch.distributed's types."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+
+__all__ = ["GradBucket", "ModelAverager", "ProcessGroup", "is_initialized", "leave", "world_size"]
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    """Processes that train together; 1 outside a process group."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def leave() -> None:
+    """Leave the process group together: the rank that holds the store must not end before the others."""
+    dist.barrier()
+    dist.destroy_process_group()

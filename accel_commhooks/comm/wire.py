@@ -1,0 +1,37 @@
+"""The types in which data travels: narrower than what is computed with, to send fewer bytes.
+
+Only what a hook narrows on purpose is narrowed (gradients, factors, changes of weights). Norms, flags and weights that are
+averaged always travel as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config.options import option
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def wire_dtype_option(documentation: str) -> Any:
+    """The ``wire_dtype`` option of a hook that can narrow what it sends."""
+    return option(None, documentation, choices=(None, *_DTYPES), aliases=("wrapper",))
+
+
+def wire_dtype_named(name: str | None) -> torch.dtype | None:
+    """The type that a ``wire_dtype`` option names; None to send data as it is."""
+    return None if name is None else _DTYPES[name]
+
+
+def itemsize_on_wire(itemsize: int, name: str | None) -> int:
+    """Bytes that an element of ``itemsize`` bytes takes when it travels; narrowing never widens."""
+    return itemsize if name is None else min(itemsize, _DTYPES[name].itemsize)
+
+
+def narrow(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A copy in the wire's type, or the tensor itself where that would not make it smaller."""
+    if dtype is None or not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
+        return tensor
+    return tensor.to(dtype)

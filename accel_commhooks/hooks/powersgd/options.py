@@ -1,0 +1,65 @@
+"""PowerSGD's options. Those that torch's hook has too keep their names and meaning."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+
+from ...comm.wire import wire_dtype_option
+from ...config.options import HookOptions, option
+
+
+@dataclass(kw_only=True)
+class LowRankOptions(HookOptions):
+    matrix_approximation_rank: int = option(
+        4, "Rank of the approximation: bytes grow with it.", at_least=1, remedy="use name: allreduce for no compression"
+    )
+    start_powerSGD_iter: int = option(
+        100, "Optimizer steps with plain averaging before compression starts.", at_least=0, delays_start=True
+    )
+    min_compression_rate: float = option(2.0, "Matrices that would shrink by less travel uncompressed.", above=0)
+    use_error_feedback: bool = option(True, "Add what compression missed to the next gradient.")
+    warm_start: bool = option(True, "Start from the factors of the previous step instead of random ones.")
+    orthogonalization_epsilon: float = option(0.0, "Added to norms; zero is safe here.", at_least=0)
+    random_seed: int = option(0, "Seed of the first factors, the same on every rank.")
+    compression_stats_logging_frequency: int = option(10_000, "Steps between two log lines.", at_least=1)
+    batch_tensors_with_same_shape: bool = option(False, "Multiply matrices of one shape in one batched call.")
+    alternate: bool = option(False, "Send one factor a step, P and Q in turn: half the bytes, half the collectives.")
+    wire_dtype: str | None = wire_dtype_option("Type in which P and Q travel: fp16 or bf16.")
+    scope: str = option(
+        "all", "all: compress between all ranks; node: average fully inside a node.", choices=("all", "node")
+    )
+
+    def cycle(self) -> int:
+        return 2 if self.alternate else 1
+
+
+def _are_patterns(value: list) -> str | None:
+    if all(isinstance(pattern, str) for pattern in value):
+        return None
+    return f"patterns must be a list of texts, but got {value!r}"
+
+
+def _are_ranks(value: dict) -> str | None:
+    for pattern, rank in value.items():
+        if not isinstance(pattern, str) or not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            return f"ranks must map name patterns to whole numbers of at least 0, but got {pattern!r}: {rank!r}"
+    return None
+
+
+@dataclass(kw_only=True)
+class PowerSGDOptions(LowRankOptions):
+    include: list = option([], "Name patterns of the parameters to compress; empty means all.", check=_are_patterns)
+    exclude: list = option([], "Name patterns of the parameters to send uncompressed.", check=_are_patterns)
+    ranks: dict = option({}, "Rank by name pattern, the first that fits; 0 sends uncompressed.", check=_are_ranks)
+
+    def rank_of(self, name: str) -> int:
+        """The rank asked for a parameter; 0 for none."""
+        if any(fnmatch.fnmatch(name, pattern) for pattern in self.exclude):
+            return 0
+        for pattern, rank in self.ranks.items():
+            if fnmatch.fnmatch(name, pattern):
+                return rank
+        if self.include and not any(fnmatch.fnmatch(name, pattern) for pattern in self.include):
+            return 0
+        return self.matrix_approximation_rank

@@ -1,0 +1,46 @@
+"""Options of ZeRO overlap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...comm.wire import wire_dtype_option
+from ...config.options import HookOptions, option
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+)
+
+
+def _are_names(value: list) -> str | None:
+    if all(isinstance(name, str) for name in value):
+        return None
+    return f"elementwise must be a list of optimizer class names, but got {value!r}"
+
+
+@dataclass(kw_only=True)
+class ZeroOverlapOptions(HookOptions):
+    step: str = option(
+        "optimizer",
+        "When the optimizer steps: in optimizer.step(), at the end of backward, or interleaved bucket by bucket.",
+        choices=("optimizer", "backward", "interleaved"),
+    )
+    shard_buckets: bool = option(
+        True, "true: even slices of every parameter; false: whole parameters to single ranks, as torch's default."
+    )
+    wire_dtype: str | None = wire_dtype_option(
+        "Type in which gradients and parameters travel: fp16 or bf16; owners keep masters in full precision."
+    )
+    elementwise: list = option(
+        [], "Class names of optimizers outside torch.optim that treat every element by itself.", check=_are_names
+    )

@@ -1,0 +1,75 @@
+"""One optimizer step on owned parts.
+
+For the time of ``optimizer.step()`` the user's own optimizer is handed parameters that are views of the owned parts. Its
+state therefore has 1/W of the size, and groups, schedules and options are its own. Outside of a step the optimizer looks as
+it always did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .sharding import Shards
+
+GradientOf = Callable[[torch.Tensor], "torch.Tensor | None"]
+"""The gradient to step with, of a parameter; None for a parameter that is not stepped."""
+
+
+class ShardedStep:
+    """Swaps an optimizer's parameters for the owned parts, and back."""
+
+    def __init__(self, shards: Shards):
+        self._shards = shards
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._swapped: list[tuple[dict, list[torch.Tensor]]] = []
+
+    @property
+    def open(self) -> bool:
+        """Whether an optimizer holds owned parts now."""
+        return self._optimizer is not None
+
+    def begin(
+        self, optimizer: torch.optim.Optimizer, gradient_of: GradientOf, *, keep_strangers: bool
+    ) -> list[torch.Tensor]:
+        """Hand the optimizer the owned parts; returns the parameters that it steps.
+
+        ``keep_strangers`` leaves parameters that are not the model's where they are, to be stepped as well.
+        """
+        self._optimizer = optimizer
+        self._swapped = [(group, group["params"]) for group in optimizer.param_groups]
+        stepped = []
+        for group, parameters in self._swapped:
+            parts = []
+            for parameter in parameters:
+                if parameter not in self._shards:
+                    if keep_strangers:
+                        parts.append(parameter)
+                    continue
+                gradient = gradient_of(parameter)
+                if gradient is None:
+                    continue
+                stepped.append(parameter)
+                shard = self._shards.refresh(parameter)
+                shard.grad = gradient.to(shard.dtype)
+                if parameter in optimizer.state:
+                    optimizer.state[shard] = optimizer.state.pop(parameter)
+                if shard.numel():
+                    parts.append(shard)
+            group["params"] = parts
+        return stepped
+
+    def end(self) -> None:
+        """Give the optimizer its own parameters back."""
+        assert self._optimizer is not None
+        state = self._optimizer.state
+        for group, parameters in self._swapped:
+            group["params"] = parameters
+            for parameter in parameters:
+                shard = self._shards.get(parameter)
+                if shard is not None:
+                    shard.grad = None
+                    if shard in state:
+                        state[parameter] = state.pop(shard)
+        self._optimizer, self._swapped = None, []
