@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-slow lint bench clean
+.PHONY: install demo test test-slow test-slow-again lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# Only the slow tests that failed last time.
+test-slow-again: $(READY)
+	$(BIN)/python -m pytest -m slow --last-failed --last-failed-no-failures none
 
 lint: $(READY)
 	$(BIN)/ruff check .
