@@ -276,7 +276,7 @@ process and step. At step 100, where the hooks as shipped start, plain DDP's hel
 ## Bytes, and what was changed
 
 Sent by each process in a whole run of the classifier: {sent(classifier)}; of the language model: {sent(language_model)}. Plain
-DDP's figures are what the hooks count in its place.
+DDP's figures are computed by the hooks.
 
 The files of `configs/` were used with `ranks_per_node: 1`, so that each process plays a node: otherwise `post_localsgd` would
 average the gradients of the two at every step and nothing would be tested. It also has `restore_local: true`, so that an

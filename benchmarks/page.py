@@ -142,7 +142,7 @@ def _convergence(results: dict[str, dict]) -> list[str]:
     seeds = len({curve["seed"] for curve in result["curves"]})
     return [
         "## Seconds to a target loss",
-        f"Fine-tuning a {result['parameters'] / 1e6:.1f}M-parameter model of bytes on text that it has not seen, two nodes at "
+        f"Fine-tuning a {result['parameters'] / 1e6:.1f}M-parameter byte-level model on text that is new to it, two nodes at "
         f"{result['link']}, {seeds} seeds, {result['steps']} steps of {result['batch']} x {result['seq']} a rank. The loss "
         "is the consensus model's on held-out text; the target is the worst final loss of all runs, so that all reach it. "
         "Bands and ranges span the seeds.",

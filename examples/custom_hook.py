@@ -1,4 +1,4 @@
-"""A hook of your own: each gradient travels as signs in one byte a value, with one scale a bucket (scaled signSGD).
+"""A hook of your own: each gradient travels as signs, one byte per value and one scale per bucket (signSGD).
 
 configs/custom_hook.yaml names the class as ``custom_hook:SignHook``; this folder must be on PYTHONPATH, or the script in it.
 """

@@ -107,7 +107,7 @@ def train(name: str, hook: str | None, arguments: argparse.Namespace) -> Run:
 
 def print_table(runs: list[Run], plain_megabytes: float | None) -> None:
     row = "{:<24}{:>10}{:>12}{:>12}{:>12}"
-    print("\n" + row.format("", "loss", "accuracy", "s a step", "MB a step"))
+    print("\n" + row.format("", "loss", "accuracy", "s/step", "MB/step"))
     for run in runs:
         megabytes = plain_megabytes if run.name == PLAIN else run.megabytes_a_step
         print(

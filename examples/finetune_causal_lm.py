@@ -38,9 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset_name", help="a dataset of the hub with a 'text' column")
     parser.add_argument("--dataset_config_name", help="its configuration, if it has several")
     parser.add_argument("--train_file", help="a text file, instead of a dataset's name; a tenth of it is held out")
-    parser.add_argument(
-        "--offline", action="store_true", help="use nothing from the hub; so it is where none is reached"
-    )
+    parser.add_argument("--offline", action="store_true", help="use nothing from the hub (automatic if unreachable)")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--block_size", type=int, default=64, help="tokens of one example")
     parser.add_argument("--max_steps", type=int, default=300, help="optimizer steps")

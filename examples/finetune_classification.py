@@ -49,7 +49,7 @@ class TaskArguments:
     text_column: str = field(default="text", metadata={"help": "The column with the text."})
     label_column: str = field(default="label", metadata={"help": "The column with the class."})
     max_length: int = field(default=64, metadata={"help": "Tokens of a text that are used."})
-    offline: bool = field(default=False, metadata={"help": "Use nothing from the hub; so it is where none is reached."})
+    offline: bool = field(default=False, metadata={"help": "Use nothing from the hub (automatic if unreachable)."})
 
     def __post_init__(self) -> None:
         if self.train_file and Path(self.train_file).suffix not in FILE_KINDS:

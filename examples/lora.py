@@ -102,7 +102,7 @@ def main() -> None:
 
     if trainer.is_world_process_zero():
         print(f"\ngradient of all parameters {megabytes(base):.3f} MB, of adapters and head {megabytes(model):.3f} MB")
-        print(f"{'hook':<16}{'MB sent a step':>16}{'of allreduce':>14}{'accuracy':>10}")
+        print(f"{'hook':<16}{'MB per step':>16}{'of allreduce':>14}{'accuracy':>10}")
         for hook, sent_megabytes, accuracy in rows:
             print(f"{hook:<16}{sent_megabytes:>16.4f}{sent_megabytes / rows[0][1]:>14.0%}{accuracy:>10.1%}")
 

@@ -251,7 +251,7 @@ def test_advice_names_the_fastest_and_its_equals():
     noop, plain, zero = _entry("noop", 1.0), _entry("allreduce", 4.0), _entry("zero_overlap", 4.0, state=50.0)
     text = "\n".join(advise(_result(noop, plain, _entry("a", 1.5), _entry("b", 1.51), _entry("c", 5.0), zero)))
     assert "spends 75%" in text
-    assert "Use a: 1.500 s a step" in text and "2.67 times as fast" in text
+    assert "Use a: 1.500 s/step" in text and "2.67 times as fast" in text
     assert "As fast within the noise: b." in text
     assert "Slower than allreduce here: c." in text
     assert "zero_overlap needs the least optimizer memory: 50 MB" in text
@@ -306,7 +306,7 @@ def test_a_run_that_has_not_ended_has_no_clock(tmp_path):
         (tmp_path / name / "trainer_state.json").write_text(json.dumps({"global_step": 10, "log_history": history}))
     under_way, ended = (str(tmp_path / name / "trainer_state.json") for name in ("under_way", "ended"))
     assert plot([under_way], str(tmp_path))
-    with pytest.raises(ConfigError, match="plot under_way apart"):
+    with pytest.raises(ConfigError, match="plot under_way separately"):
         plot([under_way, ended], str(tmp_path))
 
 

@@ -62,12 +62,12 @@ FILES = {
     "misspelt section": ("com_hook: {name: powersgd}", "has no 'comm_hook' section; did you mean 'com_hook'?"),
     "a list in the section": (
         "comm_hook: [powersgd]",
-        "must be a mapping or a hook's name, but got a list: ['powersgd']",
+        "must be a mapping or a hook's name, but got ['powersgd'] (list)",
     ),
-    "a number in the section": ("comm_hook: 3", "must be a mapping or a hook's name, but got a int: 3"),
+    "a number in the section": ("comm_hook: 3", "must be a mapping or a hook's name, but got 3 (int)"),
     "no name": ("comm_hook: {matrix_approximation_rank: 4}", "has no 'name'"),
     "misspelt key for the name": ("comm_hook: {nmae: powersgd}", "has no 'name'; did you mean 'nmae'?"),
-    "a name that is a number": ("comm_hook: {name: 7}", "the hook's name must be a text, but got 7"),
+    "a name that is a number": ("comm_hook: {name: 7}", "the hook's name must be text, but got 7"),
     "an unknown hook": ("comm_hook: {name: powrsgd}", "there is no hook named 'powrsgd'; did you mean 'powersgd'?"),
     "an unknown option": (
         "comm_hook: {name: powersgd, matrix_aproximation_rank: 4}",
@@ -111,7 +111,7 @@ FILES = {
     ),
     "ranks_per_node of zero": (
         "comm_hook: {name: allreduce, ranks_per_node: 0}",
-        "ranks_per_node must be at least 1, but got 0; leave it out to have it found",
+        "ranks_per_node must be at least 1, but got 0; leave it out to detect it",
     ),
     "a bad pattern list": (
         "comm_hook: {name: powersgd, exclude: [1]}",

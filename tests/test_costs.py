@@ -8,6 +8,7 @@ import torch
 from accel_commhooks import CommHookConfig, available_hooks
 from accel_commhooks.bench.contenders import STEPS_TO_START, hook_contender, parse_hook, start_at_once
 from accel_commhooks.bench.models import BenchTransformer
+from accel_commhooks.bench.predict import predict
 from accel_commhooks.comm import cost as costs
 from accel_commhooks.comm.topology import Topology
 
@@ -42,24 +43,41 @@ def _known(text):
 
 
 def test_plain_averaging_by_hand():
-    cost = costs.predict(CommHookConfig("allreduce"), _problem(4))
+    cost = predict(CommHookConfig("allreduce"), _problem(4))
     assert cost.between == pytest.approx(2 * 3 / 4 * 100_100 * 4)
     assert cost.within == 0
     assert cost.collectives == 1
 
 
 def test_a_ring_crosses_each_border_once():
-    cost = costs.predict(CommHookConfig("allreduce"), _problem(8, 4))
+    cost = predict(CommHookConfig("allreduce"), _problem(8, 4))
     assert cost.within == pytest.approx(3 * cost.between)
 
 
 def test_one_rank_sends_nothing():
-    assert costs.predict(CommHookConfig("allreduce"), _problem(1)) == costs.Prediction()
+    assert predict(CommHookConfig("allreduce"), _problem(1)) == costs.Prediction()
 
 
 def test_powersgd_by_hand():
-    cost = costs.predict(CommHookConfig("powersgd", {"matrix_approximation_rank": 3}), _problem(2))
+    cost = predict(CommHookConfig("powersgd", {"matrix_approximation_rank": 3}), _problem(2))
     assert cost.between == pytest.approx(4 * (3 * 1100 + 100 + 1))
+
+
+def test_nodes_of_different_sizes_have_no_formula_for_means_in_two_levels():
+    uneven = costs.Problem((("p", (1000, 100)),), Topology((0, 0, 1)))
+    assert predict(CommHookConfig("powersgd", {"scope": "node"}), uneven) is None
+    assert predict(CommHookConfig("powersgd"), uneven).between > 0
+
+
+def test_an_empty_parameter_costs_nothing():
+    with_empty, without = _problem(2, shapes=[(1000, 100), (0, 5)]), _problem(2, shapes=[(1000, 100)])
+    assert predict(CommHookConfig("powersgd"), with_empty) == predict(CommHookConfig("powersgd"), without)
+
+
+def test_a_subgroup_of_one_beside_larger_ones():
+    alone = {"subgroup": [[0], [1, 2]], "period": 4}
+    cost = predict(CommHookConfig("post_localsgd", alone), _problem(3))
+    assert cost.collectives == pytest.approx(1 + 1 / 4), "gradients at every step, replicas at every fourth"
 
 
 def test_buckets_are_ddps():
@@ -69,13 +87,13 @@ def test_buckets_are_ddps():
 
 
 def test_a_hook_without_a_formula_has_no_prediction():
-    assert costs.predict(CommHookConfig("torch:allreduce_hook"), _problem(2)) is None
+    assert predict(CommHookConfig("torch:allreduce_hook"), _problem(2)) is None
 
 
 def test_a_hook_of_somebody_else_brings_its_formula_its_cycle_and_its_start(monkeypatch):
     monkeypatch.syspath_prepend(PLUGIN)
     config = CommHookConfig("tiny_commhook:TinySignHook", {"every": 3, "first_steps_plain": 50})
-    assert costs.predict(config, _problem(2)).between == pytest.approx(4 * 100_100 / 3)
+    assert predict(config, _problem(2)).between == pytest.approx(4 * 100_100 / 3)
     contender = hook_contender(config)
     assert contender.cycle == 3
     assert contender.config.options == {"every": 3, "first_steps_plain": STEPS_TO_START}
@@ -117,7 +135,7 @@ def _count(rank, world_size, text, ranks_per_node, vocabulary=1000):
     trial.drain()
     trial.handle.detach()
     measured = [(now - then) / (2 * contender.cycle) for now, then in zip(after, before, strict=True)]
-    return measured, costs.predict(contender.config, problem)
+    return measured, predict(contender.config, problem)
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 1), (2, 2), (4, 1), (4, 2)])
@@ -160,4 +178,4 @@ def test_every_hook_of_this_package_has_a_formula():
 
     ours = [name for name in available_hooks() if get_hook(name).__module__.startswith("accel_commhooks.")]
     for name in ours:
-        assert costs.predict(CommHookConfig(name, get_hook(name).bench_options), _problem(2)) is not None, name
+        assert predict(CommHookConfig(name, get_hook(name).bench_options), _problem(2)) is not None, name

@@ -1,1 +1,1 @@
-"""A hook's life on one model: the only code that touches DDP and optimizers' steps."""
+"""A hook attached to a model: the only code that touches DDP and optimizers' steps."""

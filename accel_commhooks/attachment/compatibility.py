@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - this room is where DDP is known
+from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachment may use DDP
 
 from ..comm.process_group import world_size
 from ..config.errors import CompatibilityError, warn_once

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook  # noqa: TID251 - DDP is found here
-from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - this room is where DDP is known
+from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachment may use DDP
 
 from ..upstream import seams
 

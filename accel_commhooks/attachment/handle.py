@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - this room is where DDP is known
+from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachment may use DDP
 
 from ..comm.collectives import Communicator
 from ..config.config import CommHookConfig

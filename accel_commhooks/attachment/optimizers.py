@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,  # noqa: TID251 - this room is where optimizers' steps are watched
+    register_optimizer_step_post_hook,  # noqa: TID251 - attachment may watch steps
     register_optimizer_step_pre_hook,  # noqa: TID251 - as above
 )
 

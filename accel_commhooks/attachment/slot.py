@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - this room is where DDP is known
+from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachment may use DDP
 
 from . import compatibility
 

@@ -20,7 +20,7 @@ def advise(result: dict[str, Any]) -> list[str]:
     candidates = [e for e in measured.values() if e is not base and e["label"] not in (LIMIT, BASELINE, "ddp")]
     lines = [heading(result)]
     if not result.get("complete", False):
-        lines.append("The measurement was interrupted: fewer rounds than asked for stand behind this.")
+        lines.append("The measurement was interrupted, so this is based on fewer rounds.")
     limit = measured.get(LIMIT)
     if limit is not None:
         waiting = 1 - limit["s_per_step"] / base["s_per_step"]
@@ -35,7 +35,7 @@ def advise(result: dict[str, Any]) -> list[str]:
         )
         lines += _equals(best, gains[1:])
     lines += [
-        f"{e['label']} needs the least optimizer memory: {e['optimizer_state_mb']:.0f} MB a rank instead of "
+        f"{e['label']} needs the least optimizer memory: {e['optimizer_state_mb']:.0f} MB/rank instead of "
         f"{base['optimizer_state_mb']:.0f}."
         for e in sorted(candidates, key=lambda e: e["optimizer_state_mb"])[:1]
         if e["optimizer_state_mb"] < 0.9 * base["optimizer_state_mb"]
@@ -49,7 +49,7 @@ def advise(result: dict[str, Any]) -> list[str]:
 
 def _step(entry: dict[str, Any]) -> str:
     low, high = entry["s_per_step_quartiles"]
-    return f"{entry['s_per_step']:.3f} s a step, quartiles {low:.3f}-{high:.3f}"
+    return f"{entry['s_per_step']:.3f} s/step, quartiles {low:.3f}-{high:.3f}"
 
 
 def _limit(entry: dict[str, Any]) -> str:

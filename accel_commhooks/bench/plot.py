@@ -46,7 +46,7 @@ def plot(files: Sequence[str], folder: str) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("plot needs matplotlib; install it with `pip install accel-commhooks[plot]`") from None
+        raise ConfigError("plot needs matplotlib; install it with `pip install matplotlib`") from None
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.hashsalt": "accel_commhooks", "svg.fonttype": "path", "font.size": 10})
     target = Path(folder)
@@ -131,7 +131,7 @@ def _time_bars(axes: Any, places: range, entries: list[dict[str, Any]]) -> None:
     if limit is not None:
         axes.axvline(limit, color="black", linestyle="--", linewidth=1, label="no communication")
         axes.legend(frameon=False, loc="upper right", fontsize=9)
-    axes.set_xlabel("seconds a step (bars: medians, lines: quartiles)")
+    axes.set_xlabel("s/step (bars: medians, lines: quartiles)")
 
 
 def _colour(entry: dict[str, Any]) -> str:
@@ -150,7 +150,7 @@ def _byte_bars(axes: Any, places: range, entries: list[dict[str, Any]]) -> None:
         axes.legend(frameon=False, fontsize=9)
     for place, value in zip(places, map(sum, zip(between, within, strict=True)), strict=True):
         axes.annotate(f"{value:.3g}", (value, place), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set_xlabel("MB that a node sends a step")
+    axes.set_xlabel("MB sent per node and step")
 
 
 def _sent(entry: dict[str, Any], scope: str) -> float:
@@ -197,7 +197,7 @@ def _losses(curves: list[Curve]) -> Any:
     clocks = {curve.timed for curve in curves}
     if len(clocks) > 1:
         untimed = ", ".join(sorted({curve.label for curve in curves if not curve.timed}))
-        raise ConfigError(f"the log of a run that has not ended has no clock; plot {untimed} apart from the others")
+        raise ConfigError(f"the log of an unfinished run has no running time; plot {untimed} separately")
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
     labels = list(dict.fromkeys(curve.label for curve in curves))
     for number, label in enumerate(labels):

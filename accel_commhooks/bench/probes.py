@@ -65,7 +65,7 @@ def card_bytes() -> tuple[int, int]:
 
 
 def summary(everyone: Sequence[tuple[float, Counters]], topology: Topology, steps: int) -> dict[str, float | None]:
-    """Figures of one turn from those of all ranks: the slowest rank's time, and bytes sent a node and step."""
+    """Figures of one turn from those of all ranks: the slowest rank's time, and bytes per node and step."""
     counters = [counted for _, counted in everyone]
     nodes = len(topology.nodes)
     knows = counters[0].knows

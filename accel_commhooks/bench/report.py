@@ -222,7 +222,7 @@ def heading(result: dict[str, Any]) -> str:
     rounds = max((len(entry.get("turns", [])) for entry in result["contenders"]), default=0)
     return (
         f"{result['model']}, {result['parameters'] / 1e6:.1f}M parameters, {result['ranks']} ranks on {result['nodes']} "
-        f"node{'s' if result['nodes'] > 1 else ''}, batch {result['batch']} x {result['seq']} a rank; medians of "
+        f"node{'s' if result['nodes'] > 1 else ''}, batch {result['batch']} x {result['seq']}/rank; medians of "
         f"{rounds} interleaved rounds of at most {result['steps']} steps"
     )
 

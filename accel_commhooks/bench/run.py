@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 
-from ..comm import cost, process_group
+from ..comm import process_group
 from ..comm.collectives import Communicator
+from ..comm.cost import Problem
 from ..comm.topology import Topology
-from ..config.errors import CommHookError, ConfigError, launched_rank
-from ..ways_in.launch import stop
+from ..config.errors import CommHookError, ConfigError, launched_rank, stop
 from . import models, probes
 from .contenders import STEPS_TO_START, Contender, Trial, make_optimizer, parse_hooks
 from .models import Batch, Workload
+from .predict import predict
 from .report import Result, print_table
 
 TURN_SECONDS = 2.0
@@ -64,7 +65,7 @@ class Bench:
         self._turn = 0
         example = self._make_model()
         self.result = result = Result.start(self, example, topology)
-        problem = cost.Problem.of(example, topology)
+        problem = Problem.of(example, topology)
         # One-time costs of a process (lazily loaded libraries, thread pools) must not be charged to the first contender.
         self._steps(Trial(example, make_optimizer(example)), 1)
         del example
@@ -81,7 +82,7 @@ class Bench:
                     seconds = figures.pop("seconds")
                     steps[contender.label] = self._steps_a_turn(contender, seconds)
                     every[contender.label] = self._rounds_a_turn((contender.lead + steps[contender.label]) * seconds)
-                result.add(contender, figures, cost.predict(contender.config, problem) if contender.config else None)
+                result.add(contender, figures, predict(contender.config, problem) if contender.config else None)
                 progress.update()
             for turn in range(self.rounds):
                 for index, contender in enumerate(self.contenders):
@@ -190,19 +191,19 @@ def _progress(total: int, rank: int) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hooks", help="names, YAML files, name{option: value, ...} or ddp, with commas in between")
+    parser.add_argument("--hooks", help="comma-separated: names, YAML files, name{option: value, ...}, ddp")
     parser.add_argument("--model", help="a Transformers name (bert, gpt2, ...) or module:function; built in otherwise")
     parser.add_argument("--params", default="14M", help="size of the built-in model (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=8, help="timed steps a turn, fewer if it is long (default: %(default)s)"
+        "--steps", type=int, default=8, help="timed steps per turn, fewer if slow (default: %(default)s)"
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=9,
-        help="rounds; hooks whose turns are long sit out some of them (default: %(default)s)",
+        help="rounds; slow hooks skip some of them (default: %(default)s)",
     )
     parser.add_argument("--output", default="bench.json", help="where the result goes (default: %(default)s)")
 

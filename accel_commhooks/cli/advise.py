@@ -6,7 +6,7 @@ import argparse
 
 
 def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser("advise", help="say which hook to use, from a result of bench")
+    parser = subparsers.add_parser("advise", help="recommend a hook from a bench result")
     parser.add_argument("result")
     parser.set_defaults(function=run)
 

@@ -17,7 +17,7 @@ def add_parser(subparsers) -> None:
 
     parser = subparsers.add_parser(NAME, help="measure hooks against each other on this cluster")
     add_arguments(parser)
-    parser.add_argument("--ranks", type=int, help="processes to start, outside a launcher (default: GPUs, or 2)")
+    parser.add_argument("--ranks", type=int, help="processes to start (default: one per GPU, at least 2)")
     parser.set_defaults(function=run)
 
 

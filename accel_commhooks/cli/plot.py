@@ -7,7 +7,7 @@ import argparse
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser("plot", help="draw results of bench and logs of training runs, as PNG and SVG")
-    parser.add_argument("files", nargs="+", metavar="RESULT.json", help="of bench, or a Trainer's trainer_state.json")
+    parser.add_argument("files", nargs="+", metavar="RESULT.json", help="a bench result or a trainer_state.json")
     parser.add_argument("--output", default=".", metavar="FOLDER", help="where the pictures go (default: here)")
     parser.set_defaults(function=run)
 

@@ -1,1 +1,1 @@
-"""How ranks talk: collectives, which ranks share a node, means in two levels, and what each of them costs."""
+"""How ranks communicate: collectives, topology, two-level means, and what each of them costs."""

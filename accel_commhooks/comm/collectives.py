@@ -135,7 +135,7 @@ class Communicator:
         if mean:
             tensor.div_(group.size)
         buffer = narrow(tensor, wire_dtype)
-        self.traffic.count_ring("all_reduce", group.ranks, 2 * (group.size - 1) * _nbytes(buffer) / group.size)
+        self.traffic.count_all_reduce(group.ranks, buffer.nbytes)
         work = dist.all_reduce(buffer, group=group.process_group, async_op=True)
         finish = None if buffer is tensor else lambda: tensor.copy_(buffer)
         return PendingCollective(tensor, [work], self.traffic, finish, keep=(buffer,))
@@ -158,7 +158,7 @@ class Communicator:
         buffer = narrow(chunks, wire_dtype)
         if self.backend == "gloo":
             return self._reduce_scatter_directly(out, buffer.view(group.size, -1), group)
-        self.traffic.count_ring("reduce_scatter", group.ranks, (group.size - 1) * _nbytes(buffer) / group.size)
+        self.traffic.count_reduce_scatter(group.ranks, buffer.nbytes)
         target = out if buffer.dtype == out.dtype else torch.empty_like(out, dtype=buffer.dtype)
         work = dist.reduce_scatter_tensor(target, buffer, group=group.process_group, async_op=True)
         finish_copy = None if target is out else lambda: out.copy_(target)
@@ -169,7 +169,7 @@ class Communicator:
         group = group or self.everyone
         if group.size == 1:
             return PendingCollective(out.copy_(chunk.view_as(out)), (), self.traffic)
-        self.traffic.count_ring("all_gather", group.ranks, (group.size - 1) * _nbytes(chunk))
+        self.traffic.count_all_gather(group.ranks, chunk.nbytes)
         if self.backend == "gloo":
             return self._all_gather_in_pieces(out, chunk.view(-1), group)
         work = _all_gather(out, chunk, group=group.process_group, async_op=True)
@@ -182,7 +182,7 @@ class Communicator:
 
     def _reduce_scatter_directly(self, out: torch.Tensor, rows: torch.Tensor, group: Group) -> PendingCollective:
         """An all-to-all and a local sum: half of what Gloo's own reduce-scatter sends."""
-        self.traffic.count_direct("reduce_scatter", dict.fromkeys(group.ranks, _nbytes(rows) // group.size))
+        self.traffic.count_direct("reduce_scatter", dict.fromkeys(group.ranks, rows.nbytes // group.size))
         sent, received = torch.empty_like(rows).view(-1), torch.empty_like(rows).view(-1)
         pieces, works = [], []
         for start, piece in _pieces(rows):
@@ -217,7 +217,7 @@ class Communicator:
         group = group or self.everyone
         if group.size == 1:
             return PendingCollective(tensor, (), self.traffic)
-        self.traffic.count_tree("broadcast", group.ranks, source, _nbytes(tensor))
+        self.traffic.count_broadcast(group.ranks, source, tensor.nbytes)
         global_source = dist.get_global_rank(self._process_group, group.ranks[source])
         work = dist.broadcast(tensor, global_source, group=group.process_group, async_op=True)
         return PendingCollective(tensor, [work], self.traffic)
@@ -270,10 +270,6 @@ def _pieces(rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     length = max(1, PIECE_BYTES // rows.element_size())
     for start in range(0, rows.shape[1], length):
         yield start, rows[:, start : start + length]
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # Renamed in torch 2.13; the old name warns there and the new one is missing before.

@@ -1,8 +1,7 @@
-"""What communication costs, by formula: bytes and collectives a step.
+"""What communication costs, by formula: bytes and calls per step.
 
 A :class:`Problem` is what is communicated and among whom; the functions below give the cost of one collective. Each hook puts
-its own formula together from them (``CommHook.cost``), and :func:`predict` asks the hook. Every formula is checked against
-the bytes that are counted.
+its own formula together from them (``CommHook.cost``). Every formula is checked against the bytes that are counted.
 
 Bytes are those that one node sends, as its network card sees them, averaged over the nodes: `between` leaves the node,
 `within` stays in it. N is the size of the gradients, W the number of ranks.
@@ -16,8 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config.config import CommHookConfig
-from ..config.registry import get_hook
 from .topology import Topology
 from .wire import itemsize_on_wire
 
@@ -63,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Averages a step."""
+    """Means per step."""
 
     within: float = 0.0
     between: float = 0.0
@@ -76,13 +73,6 @@ class Prediction:
 
     def __mul__(self, factor: float) -> Prediction:
         return Prediction(self.within * factor, self.between * factor, self.collectives * factor)
-
-
-def predict(config: CommHookConfig, problem: Problem) -> Prediction | None:
-    """The cost of a hook once it has started to act, or None where it has no formula."""
-    if problem.world == 1:
-        return Prediction()
-    return get_hook(config.name).cost(config.build_options(), problem)
 
 
 def _ring(problem: Problem, ranks: Sequence[int], sent_by_each: float, calls: float) -> Prediction:
@@ -111,7 +101,7 @@ def all_reduce_in_groups(
     problem: Problem, groups: Sequence[Sequence[int]], nbytes: float, calls: float = 1
 ) -> Prediction:
     """A mean inside each of some groups of ranks; a group of one sends nothing."""
-    cost = Prediction(collectives=calls if len(groups[0]) > 1 else 0)
+    cost = Prediction(collectives=calls if any(len(ranks) > 1 for ranks in groups) else 0)
     for ranks in groups:
         cost += all_reduce(problem, nbytes, 0, ranks)
     return cost

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the process groups made from that.
+"""Which ranks share a node, and the groups of ranks made from that.
 
 Ranks that share a network card are on one node. The hosts themselves are asked (boot id and network namespace); the number
 of visible devices says nothing where SLURM shows one GPU per task, on CPU ranks, or in pods.
@@ -34,7 +34,7 @@ class Topology:
         if world_size % ranks_per_node:
             raise ConfigError(
                 f"ranks_per_node must divide the number of ranks, but got {ranks_per_node} for {world_size} ranks; "
-                "leave it out to have the nodes found"
+                "leave it out to detect the nodes"
             )
         return cls(tuple(rank // ranks_per_node for rank in range(world_size)))
 

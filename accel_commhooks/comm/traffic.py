@@ -28,8 +28,19 @@ class Traffic:
         """Bytes sent within a node, or between nodes."""
         return sum(count for (_, where), count in self.sent.items() if where == scope)
 
-    def count_ring(self, collective: str, ranks: Sequence[int], nbytes: float) -> None:
-        """A call in which this rank sends ``nbytes`` to its right neighbour in the ring of ``ranks``."""
+    def count_all_reduce(self, ranks: Sequence[int], nbytes: int) -> None:
+        """A ring: each rank sends 2 (W - 1) / W times the data to its right neighbour."""
+        self._count_ring("all_reduce", ranks, 2 * (len(ranks) - 1) * nbytes / len(ranks))
+
+    def count_reduce_scatter(self, ranks: Sequence[int], nbytes: int) -> None:
+        """A ring: each rank sends (W - 1) / W times the data of all chunks."""
+        self._count_ring("reduce_scatter", ranks, (len(ranks) - 1) * nbytes / len(ranks))
+
+    def count_all_gather(self, ranks: Sequence[int], nbytes: int) -> None:
+        """A ring: each rank sends W - 1 chunks of ``nbytes``."""
+        self._count_ring("all_gather", ranks, (len(ranks) - 1) * nbytes)
+
+    def _count_ring(self, collective: str, ranks: Sequence[int], nbytes: float) -> None:
         self.calls[collective] += 1
         self._count(collective, self._right_neighbour(ranks), nbytes)
 
@@ -40,12 +51,12 @@ class Traffic:
             if other != self.rank:
                 self._count(collective, other, nbytes)
 
-    def count_tree(self, collective: str, ranks: Sequence[int], source: int, nbytes: int) -> None:
-        """A call in which ``nbytes`` spread from the ``source``-th of ``ranks`` along a binomial tree."""
+    def count_broadcast(self, ranks: Sequence[int], source: int, nbytes: int) -> None:
+        """A binomial tree from the ``source``-th of ``ranks``."""
         size = len(ranks)
         position = (ranks.index(self.rank) - source) % size
         children = [ranks[(child + source) % size] for child in binomial_children(position, size)]
-        self.count_direct(collective, dict.fromkeys(children, nbytes))
+        self.count_direct("broadcast", dict.fromkeys(children, nbytes))
 
     def of_plain_ddp(self, gradient_bytes: int) -> dict[str, float]:
         """What this rank would send, by scope, if DDP all-reduced so many bytes over all ranks."""

@@ -35,7 +35,7 @@ class CommHookConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(
-                f"the hook's name must be a text, but got {self.name!r}\n  hooks: {', '.join(available_hooks())}"
+                f"the hook's name must be text, but got {self.name!r}\n  hooks: {', '.join(available_hooks())}"
             )
         self.build_options()
 
@@ -91,8 +91,8 @@ class CommHookConfig:
             return cls(section)
         if not isinstance(section, dict):
             raise ConfigError(
-                f"'{SECTION}' in {where} must be a mapping or a hook's name, but got a "
-                f"{type(section).__name__}: {section!r}"
+                f"'{SECTION}' in {where} must be a mapping or a hook's name, but got {section!r} "
+                f"({type(section).__name__})"
             )
         if "name" not in section:
             raise ConfigError(

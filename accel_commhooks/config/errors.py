@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable
 from types import TracebackType
+from typing import NoReturn
 
 logger = logging.getLogger("accel_commhooks")
 
@@ -78,6 +79,13 @@ class ConfigError(CommHookError):
 
 class CompatibilityError(CommHookError):
     """A valid configuration that cannot work in this setup (no DDP, FSDP, a second hook, ...)."""
+
+
+def stop(error: CommHookError) -> NoReturn:
+    """Print one message, from rank 0, and exit with code 2 everywhere: a user's mistake needs no traceback."""
+    let_rank_0_speak()
+    print(f"accel-commhooks: {error.text}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """Option dataclasses: one documented, type-checked and range-checked field for each option of a hook.
 
 A hook declares ``@dataclass(kw_only=True) class Options(HookOptions)`` with fields made by :func:`option`. Everything
-else (errors, ``accel-commhooks show``, the docs, when bench expects the hook to act) is derived from that declaration.
+else (errors, ``accel-commhooks show``, when bench expects the hook to act) is derived from that declaration.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class HookOptions:
 
     ranks_per_node: int | None = option(
         None,
-        "Ranks that share a node; found from the hosts themselves when not given.",
+        "Ranks per node; detected from the hosts when not given.",
         at_least=1,
-        remedy="leave it out to have it found",
+        remedy="leave it out to detect it",
     )
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class AllReduceHook(QueueHook):
 
     @classmethod
     def cost(cls, options: Any, problem: Problem) -> Prediction:
-        """2 (W - 1) / W x N, in one all-reduce a bucket, as plain DDP; half of it with a narrow wire."""
+        """2 (W - 1) / W x N, in one all-reduce per bucket, like DDP; half of it with wire_dtype."""
         return all_reduce_gradients(problem, cls.wire_dtype(options))
 
     def start(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:

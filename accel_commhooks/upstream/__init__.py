@@ -1,1 +1,1 @@
-"""Private ground of torch, Accelerate and Transformers: what the package needs of them and they do not offer publicly."""
+"""Private names of torch, Accelerate and Transformers, used where they offer no public way."""

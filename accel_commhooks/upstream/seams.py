@@ -175,7 +175,7 @@ def name_without_compile(name: str) -> str:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the local part of a sharded one (FSDP's parameters; the class moved between versions)."""
+    """Whether a tensor is sharded (FSDP's parameters; the class moved between versions)."""
     return type(tensor).__name__ in ("DTensor", "FlatParameter") or hasattr(tensor, "_local_tensor")
 
 

@@ -1,4 +1,4 @@
-"""CommHookKwargs: a hook for ``Accelerator(kwargs_handlers=[...])``, beside every DDP keyword Accelerate passes on."""
+"""CommHookKwargs: a hook for ``Accelerator(kwargs_handlers=[...])``, with all of Accelerate's DDP keywords."""
 
 from __future__ import annotations
 

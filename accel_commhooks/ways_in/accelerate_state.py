@@ -32,7 +32,7 @@ def link(accelerator: Accelerator, find: Callable[[torch.nn.Module], Attachment 
     def before_save(models: list[torch.nn.Module], weights: list, folder: str) -> None:
         for index, attachment in _attachments(models, find):
             attachment.open_consensus()
-            attachment.hook.prepare_save()
+            attachment.prepare_save()
             checkpoint.save(attachment, folder, index=index)
 
     def before_load(models: list[torch.nn.Module], folder: str) -> None:

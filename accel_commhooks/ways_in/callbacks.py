@@ -111,7 +111,7 @@ class CommHookCallback(TrainerCallback):
         if _evaluates_or_saves(control):
             self.handle.open_consensus()
         if control.should_save:
-            self.handle.hook.prepare_save()
+            self.handle.prepare_save()
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         """Load the hook from the checkpoint that Trainer has just resumed from, and check that it is that one."""

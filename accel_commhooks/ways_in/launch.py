@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 
 from ..config.config import ENVIRONMENT_VARIABLE, CommHookConfig
-from ..config.errors import CommHookError, ConfigError, let_rank_0_speak
+from ..config.errors import CommHookError, ConfigError, stop
 from ..upstream import seams
 from .install import install
 
@@ -52,13 +52,6 @@ def _run_as_main(script: str) -> None:
     sys.modules["__main__"] = main
     code = compile(Path(script).read_bytes(), script, "exec")
     exec(code, main.__dict__)
-
-
-def stop(error: CommHookError) -> None:
-    """Print one message, from rank 0, and exit with code 2 everywhere: a user's mistake needs no traceback."""
-    let_rank_0_speak()
-    print(f"accel-commhooks: {error.text}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def _add_trainer_callback(config: CommHookConfig) -> None:

@@ -26,7 +26,7 @@ from .replicas import Replicas
 
 @register_hook("post_localsgd")
 class PostLocalSGDHook(QueueHook):
-    """Local steps with an averaging now and then: 1/period of DDP's bytes, no waiting in between."""
+    """Local steps with periodic averaging: 1/period of DDP's bytes, no waiting in between."""
 
     Options = PostLocalSGDOptions
     needs_optimizer = True

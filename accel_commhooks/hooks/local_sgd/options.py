@@ -83,9 +83,9 @@ class AveragingOptions(HookOptions):
         return self.cycle() if self.overlap_steps else 1
 
     def averages_changes(self) -> bool:
-        """Whether changes since the last averaging travel, and not the weights, which needs no memory.
+        """Whether changes since the last averaging are sent, not weights; this keeps an anchor.
 
-        A narrow wire carries changes, because weights would lose too many digits.
+        A wire_dtype needs changes: weights would lose too many digits.
         """
         return bool(self.outer) or self.wire_dtype is not None or self.overlap_steps > 0
 

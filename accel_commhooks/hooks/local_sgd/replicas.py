@@ -1,4 +1,4 @@
-"""Replicas that train apart and are averaged now and then: the other half of local SGD.
+"""Replicas that train apart and are averaged periodically.
 
 :class:`Replicas` knows when the ranks' models are averaged and what happens then: plain means, an outer optimizer on the
 averaged change, means that arrive some steps later, the inner optimizer's moments, floating-point buffers. It also shows

@@ -30,7 +30,7 @@ class BatchedPowerSGDHook(LowRankHook):
     _NAME = "(all parameters)"
 
     @classmethod
-    def cost(cls, options: Any, problem: Problem) -> Prediction:
+    def cost(cls, options: Any, problem: Problem) -> Prediction | None:
         return batched_powersgd_cost(options, problem)
 
     def __init__(self, options: LowRankOptions, context: HookContext):

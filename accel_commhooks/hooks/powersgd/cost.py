@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,27 +14,24 @@ from ...comm.cost import (
     all_reduce_in_groups,
 )
 from ...comm.wire import itemsize_on_wire
-from .lowrank import rank_for, square_side
+from .lowrank import square_side
 from .options import LowRankOptions, PowerSGDOptions
 
 
-def powersgd_cost(options: PowerSGDOptions, problem: Problem) -> Prediction:
+def powersgd_cost(options: PowerSGDOptions, problem: Problem) -> Prediction | None:
     """2 (W - 1) / W x (r (n + m) for every matrix [n, m], and the vectors); half of the first part with ``alternate``."""
     units = []
     for bucket in problem.buckets():
         factors = vectors = 0
         for name, shape in bucket:
-            rows = shape[0] if shape else 1
-            columns = math.prod(shape) // rows
-            asked = options.rank_of(name)
-            rank = rank_for(rows, columns, asked, options.min_compression_rate) if asked else 0
+            rows, columns, rank = options.matrix_of(name, shape)
             factors += rank * (rows + columns)
             vectors += 1 if rank else rows * columns
         units.append(_Sent(factors, vectors))
     return _cost(options, problem, units)
 
 
-def batched_powersgd_cost(options: LowRankOptions, problem: Problem) -> Prediction:
+def batched_powersgd_cost(options: LowRankOptions, problem: Problem) -> Prediction | None:
     """2 (W - 1) / W x 2 r sqrt(N): all gradients as one square."""
     side = square_side(problem.elements)
     rank = min(side, options.matrix_approximation_rank)
@@ -52,11 +48,14 @@ class _Sent:
     """Elements that travel as they are, among them a flag for every matrix."""
 
 
-def _cost(options: LowRankOptions, problem: Problem, units: Sequence[_Sent]) -> Prediction:
+def _cost(options: LowRankOptions, problem: Problem, units: Sequence[_Sent]) -> Prediction | None:
     """Each unit sends factors and vectors: both factors a step, or one in turn under ``alternate``.
 
     All of it between all ranks, or between nodes after a full mean inside each. With one node there is nothing to compress.
+    There is no formula for nodes with different numbers of ranks.
     """
+    if options.scope == "node" and not problem.topology.is_even:
+        return None
     if options.scope == "node" and len(problem.topology.nodes) == 1:
         return all_reduce_gradients(problem)
     send = all_reduce_between_nodes if options.scope == "node" else all_reduce

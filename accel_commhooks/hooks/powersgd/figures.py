@@ -1,4 +1,4 @@
-"""How well PowerSGD's rank does: the figures that its hooks report."""
+"""How well the rank approximates gradients: the hooks' figures."""
 
 from __future__ import annotations
 

@@ -10,9 +10,8 @@ from ...comm.cost import Prediction, Problem
 from ...comm.process_group import GradBucket
 from ...config.registry import register_hook
 from .cost import powersgd_cost
-from .lowrank import rank_for
 from .options import PowerSGDOptions
-from .stages import LowRankHook
+from .stages import LowRankHook, in_math_dtype
 from .units import Matrix, Unit
 
 
@@ -23,7 +22,7 @@ class PowerSGDHook(LowRankHook):
     Options = PowerSGDOptions
 
     @classmethod
-    def cost(cls, options: Any, problem: Problem) -> Prediction:
+    def cost(cls, options: Any, problem: Problem) -> Prediction | None:
         return powersgd_cost(options, problem)
 
     def enqueue(self, bucket: GradBucket, future: torch.futures.Future) -> None:
@@ -32,11 +31,10 @@ class PowerSGDHook(LowRankHook):
         unit = self.unit(tuple(map(id, parameters)), lambda: self._build(parameters, buffer))
         self._queue.append(unit)
         unit.deliver = lambda: self._deliver(unit, buffer, future)
+        unit.m = in_math_dtype(buffer)
         if self._nodes is None:
-            unit.m = self.in_math_dtype(buffer)
             self.first_stage(unit)
             return
-        unit.m = self.in_math_dtype(buffer)
         unit.pending = [self._nodes.inside(unit.m)]
         if len(self._queue) > 1:
             self.first_stage(self._queue[-2])
@@ -52,10 +50,7 @@ class PowerSGDHook(LowRankHook):
         matrices, vectors, offset = [], [], 0
         for parameter in parameters:
             name, numel = self.context.names[parameter], parameter.numel()
-            rows = parameter.shape[0] if parameter.ndim else 1
-            columns = numel // max(rows, 1)
-            asked = self.options.rank_of(name)
-            rank = rank_for(rows, columns, asked, self.options.min_compression_rate) if asked else 0
+            rows, columns, rank = self.options.matrix_of(name, parameter.shape)
             if rank:
                 matrices.append(Matrix(name, offset, rows, columns, rank))
             elif numel:

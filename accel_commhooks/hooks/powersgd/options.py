@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...comm.wire import wire_dtype_option
 from ...config.options import HookOptions, option
+from .lowrank import rank_for
 
 
 @dataclass(kw_only=True)
@@ -24,11 +27,9 @@ class LowRankOptions(HookOptions):
     random_seed: int = option(0, "Seed of the first factors, the same on every rank.")
     compression_stats_logging_frequency: int = option(10_000, "Steps between two log lines.", at_least=1)
     batch_tensors_with_same_shape: bool = option(False, "Multiply matrices of one shape in one batched call.")
-    alternate: bool = option(False, "Send one factor a step, P and Q in turn: half the bytes, half the collectives.")
+    alternate: bool = option(False, "Send one factor per step, P and Q in turn: half the bytes and collectives.")
     wire_dtype: str | None = wire_dtype_option("Type in which P and Q travel: fp16 or bf16.")
-    scope: str = option(
-        "all", "all: compress between all ranks; node: average fully inside a node.", choices=("all", "node")
-    )
+    scope: str = option("all", "all: compress between all ranks; node: only between nodes.", choices=("all", "node"))
 
     def cycle(self) -> int:
         return 2 if self.alternate else 1
@@ -51,7 +52,7 @@ def _are_ranks(value: dict) -> str | None:
 class PowerSGDOptions(LowRankOptions):
     include: list = option([], "Name patterns of the parameters to compress; empty means all.", check=_are_patterns)
     exclude: list = option([], "Name patterns of the parameters to send uncompressed.", check=_are_patterns)
-    ranks: dict = option({}, "Rank by name pattern, the first that fits; 0 sends uncompressed.", check=_are_ranks)
+    ranks: dict = option({}, "Rank per name pattern, first match wins; 0 sends uncompressed.", check=_are_ranks)
 
     def rank_of(self, name: str) -> int:
         """The rank asked for a parameter; 0 for none."""
@@ -63,3 +64,10 @@ class PowerSGDOptions(LowRankOptions):
         if self.include and not any(fnmatch.fnmatch(name, pattern) for pattern in self.include):
             return 0
         return self.matrix_approximation_rank
+
+    def matrix_of(self, name: str, shape: Sequence[int]) -> tuple[int, int, int]:
+        """(rows, columns, rank) of a parameter as a matrix; rank 0 if it is sent uncompressed."""
+        rows = shape[0] if shape else 1
+        columns = math.prod(shape) // max(rows, 1)
+        asked = self.rank_of(name)
+        return rows, columns, rank_for(rows, columns, asked, self.min_compression_rate) if asked else 0

@@ -1,4 +1,4 @@
-"""PowerSGD: low-rank gradient compression with error feedback (arXiv:1905.13727).
+"""The stages of a PowerSGD step (arXiv:1905.13727), shared by both hooks.
 
 Each gradient matrix M [n, m] is sent as factors P [n, r] and Q [m, r]; what they miss stays in a residual that is added to
 the next gradient. The order of events in one backward:
@@ -118,7 +118,7 @@ class LowRankHook(CommHook):
     # The three stages of a unit.
 
     def first_stage(self, unit: Unit) -> None:
-        """M = gradient + residual; the first factor and the vectors start their way."""
+        """M = gradient + residual; start sending the first factor and vectors."""
         unit.started = True
         unit.wait()
         scale = self.context.loss_scale(unit.m.device)
@@ -201,7 +201,7 @@ class LowRankHook(CommHook):
         return random_factor(rank, n, key=key, seed=self.options.random_seed)
 
     def _multiply(self, unit: Unit, group: ShapeGroup, *, transposed: bool, add_errors: bool = False) -> None:
-        """P = Q M^T, or Q = P M (factors lie); with ``add_errors``, M = gradient + residual first."""
+        """P = Q M^T, or Q = P M (row factors); with ``add_errors``, M = gradient + residual first."""
         views = [matrix.view(unit.m) for matrix in group.matrices]
         errors = group.errors if add_errors else []
         if self.options.batch_tensors_with_same_shape and len(views) > 1:
@@ -251,9 +251,6 @@ class LowRankHook(CommHook):
             self._memory.move_into(self._units[key])
         return self._units[key]
 
-    def in_math_dtype(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-
     # Checkpoints.
 
     def state_dict(self) -> State:
@@ -277,3 +274,8 @@ class LowRankHook(CommHook):
                 merged["error"][name] = merged["error"][name] + error
         merged["error"] = {name: error / count for name, error in merged["error"].items()}
         return merged
+
+
+def in_math_dtype(gradient: torch.Tensor) -> torch.Tensor:
+    """At least float32: half precision is not enough for products and residuals."""
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))

@@ -31,7 +31,7 @@ from .stepping import ShardedStep
 
 @register_hook("zero_overlap")
 class ZeroOverlapHook(CommHook):
-    """Optimizer state divided among the ranks, DDP's bytes, gathers hidden behind what follows the step."""
+    """Optimizer state divided among the ranks, DDP's bytes, parameters gathered in the background."""
 
     Options = ZeroOverlapOptions
     needs_optimizer = True
@@ -111,8 +111,8 @@ class ZeroOverlapHook(CommHook):
         if self._sharded_step.open:
             self._sharded_step.end()
             raise CompatibilityError(
-                "a forward began although optimizer.step() is not over (or has failed), but zero_overlap steps with "
-                "gradients that were there before; run forward and backward first, then optimizer.step() without a closure"
+                "a forward began inside optimizer.step() (or after one that failed), but zero_overlap needs all "
+                "gradients before the step; run forward and backward first, then optimizer.step() without a closure"
             )
         self._delivered.watch_for_more()
         if seams.is_compiled(self.context.module):

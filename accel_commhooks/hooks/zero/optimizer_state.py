@@ -1,7 +1,7 @@
 """Optimizer state that is divided among the ranks and looks whole from outside.
 
 Each rank keeps the state of the elements it owns. ``optimizer.state_dict()`` gives torch's ordinary, whole state once
-:meth:`DividedState.gather` has collected it on every rank, and ``load_state_dict()`` takes such a state and keeps the owned
+:meth:`DividedState.gather` has collected it, and ``load_state_dict()`` takes such a state and keeps the owned
 part. A checkpoint therefore does not depend on how many ranks wrote it, or whether they divided anything.
 """
 

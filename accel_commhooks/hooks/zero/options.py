@@ -32,15 +32,15 @@ def _are_names(value: list) -> str | None:
 class ZeroOverlapOptions(HookOptions):
     step: str = option(
         "optimizer",
-        "When the optimizer steps: in optimizer.step(), at the end of backward, or interleaved bucket by bucket.",
+        "optimizer: step in optimizer.step(); backward: at its end; interleaved: per bucket during backward.",
         choices=("optimizer", "backward", "interleaved"),
     )
     shard_buckets: bool = option(
-        True, "true: even slices of every parameter; false: whole parameters to single ranks, as torch's default."
+        True, "true: even slices of every parameter; false: each parameter on one rank, as torch does by default."
     )
     wire_dtype: str | None = wire_dtype_option(
         "Type in which gradients and parameters travel: fp16 or bf16; owners keep masters in full precision."
     )
     elementwise: list = option(
-        [], "Class names of optimizers outside torch.optim that treat every element by itself.", check=_are_names
+        [], "Class names of optimizers outside torch.optim that update elements independently.", check=_are_names
     )

@@ -147,7 +147,7 @@ class WholeParameters(Ownership):
 
 
 class Shards:
-    """The owned part of each parameter as a parameter of its own: a view, or a master copy where the wire is narrow."""
+    """The owned part of each parameter as a parameter of its own: a view, or a master copy with a wire_dtype."""
 
     def __init__(self, ownership: Ownership, names: dict[torch.Tensor, str], wire_dtype: torch.dtype | None):
         self.ownership, self._names, self._wire_dtype = ownership, names, wire_dtype
