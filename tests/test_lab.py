@@ -168,7 +168,11 @@ def test_a_failing_rank_ends_the_others_and_nothing_stays():
 def test_signals_clean_up(number, tmp_path):
     sign = tmp_path / "started"
     command = [sys.executable, "-c", f"import pathlib, time; pathlib.Path({str(sign)!r}).touch(); time.sleep(60)"]
-    process = subprocess.Popen([sys.executable, str(BENCHMARKS / "slow_link.py"), "--rate", "1gbit", "--", *command])
+    process = subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "slow_link.py"), "--rate", "1gbit", "--", *command],
+        # A shell's background job ignores Ctrl-C, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while not sign.exists():
         assert process.poll() is None
         time.sleep(0.05)
