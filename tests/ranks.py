@@ -34,7 +34,7 @@ def _serve(connection, stack_file: str) -> None:
             task = connection.recv()
         except EOFError:
             return
-        function, rank, world_size, store, args, timeout, environment = task
+        function, rank, world_size, store, args, timeout, environment, expendable = task
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), **environment)
         faulthandler.dump_traceback_later(timeout, file=stacks)
         try:
@@ -45,6 +45,8 @@ def _serve(connection, stack_file: str) -> None:
             answer = ("error", traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
+        while expendable:
+            time.sleep(1)  # keep the group as it is until all ranks have answered and are killed
         del task, function, args, answer
         gc.collect()  # models go before the group they use
         with contextlib.suppress(Exception):
@@ -76,12 +78,25 @@ class RankPool:
     def _stack_file(self, rank: int) -> str:
         return str(Path(self._folder.name) / f"stack_{rank}")
 
-    def run(self, function, world_size: int = 2, *args, timeout: float = 120, environment: dict | None = None) -> list:
+    def run(
+        self,
+        function,
+        world_size: int = 2,
+        *args,
+        timeout: float = 120,
+        environment: dict | None = None,
+        expendable: bool = False,
+    ) -> list:
+        """``expendable`` replaces the ranks afterwards.
+
+        For torch's PowerSGD: its callbacks hold the process group, so that one of Gloo's own threads may be the last to
+        let go of it. That thread then waits for itself, and the process aborts ("Resource deadlock avoided").
+        """
         self._start(world_size)
         self._stores += 1
         store = str(Path(self._folder.name) / f"store_{self._stores}")
         for rank in range(world_size):
-            task = (function, rank, world_size, store, args, timeout * 0.9, environment or {})
+            task = (function, rank, world_size, store, args, timeout * 0.9, environment or {}, expendable)
             self._connections[rank].send(task)
         answers: list = [None] * world_size
         deadline = time.monotonic() + timeout
@@ -95,6 +110,8 @@ class RankPool:
             report = "\n".join(self._report(rank, answer) for rank, answer in enumerate(answers))
             self.stop()
             raise RankError(report)
+        if expendable:
+            self.stop()
         return [answer[1] for answer in answers]
 
     def _report(self, rank: int, answer) -> str:
