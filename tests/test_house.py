@@ -73,7 +73,7 @@ def _map() -> dict[str, set[str]]:
     for indent, folder, text in re.findall(r"^( +)(\w+)/ +(.*)$", joined, re.MULTILINE):
         parents[len(indent)] = folder
         path = folder if len(indent) == 2 else f"{parents[2]}/{folder}"
-        names = text.split(": ")[-1] if path != "upstream" else "seams"
+        names = re.sub(r" \(.*?\)", "", text.split(": ")[-1])
         listed[path] = {name.strip() for name in names.split(",")} - IN_WORDS
     return listed
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from ..upstream import seams
+from ..upstream.callbacks import weak_method
 
 StepHook = Callable[[torch.optim.Optimizer], None]
 
@@ -42,7 +43,8 @@ class ModelOptimizers:
         """Find them among all live optimizers, before one of them steps."""
         self.bind(seams.optimizers_of(parameters))
 
-    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+    def recognise(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer is one of the model's; if it was not known yet, it is bound."""
         if any(optimizer is known for known in self._ours):
             return True
         if optimizer in self._strangers:
@@ -59,20 +61,14 @@ def watch_steps(before: StepHook, after: StepHook) -> list[Any]:
 
     The hooks are global: they must neither keep the object alive nor outlive it.
     """
-    handles = [register_optimizer_step_pre_hook(_weak(before)), register_optimizer_step_post_hook(_weak(after))]
+    weak_before, weak_after = weak_method(before), weak_method(after)
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: weak_before(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: weak_after(optimizer)),
+    ]
     for handle in handles:
         weakref.finalize(before.__self__, handle.remove)  # type: ignore[attr-defined]
     return handles
-
-
-def _weak(method: StepHook) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    reference = weakref.WeakMethod(method)
-
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(optimizer)
-
-    return hook
 
 
 def before_every_step(action: StepHook) -> Any:

@@ -6,13 +6,13 @@ decides when a step is over and counted.
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..hooks.base import CommHook
 from ..upstream import seams
+from ..upstream.callbacks import weak_method
 from .optimizers import ModelOptimizers, watch_steps
 
 if TYPE_CHECKING:
@@ -99,17 +99,11 @@ class StepClock:
         if type(self._hook).after_unreduced_backward is CommHook.after_unreduced_backward or self._backward_watch:
             return
 
-        reference = weakref.ref(self)  # tensors hold their hooks where the garbage collector cannot see
-
-        def first_gradient(_: Any) -> None:
-            if (alive := reference()) is not None:
-                alive.gradient_arrived()
-
         self._backward_watch = torch.autograd.graph.register_multi_grad_hook(
-            [p for p in self._parameters if p.requires_grad], first_gradient, mode="any"
+            [p for p in self._parameters if p.requires_grad], weak_method(self._gradient_arrived), mode="any"
         )
 
-    def gradient_arrived(self) -> None:
+    def _gradient_arrived(self, gradient: torch.Tensor) -> None:
         """A gradient arrived, perhaps the first one of a backward that DDP does not reduce."""
         if self._unreduced_backward:
             self._unreduced_backward = False
@@ -118,11 +112,11 @@ class StepClock:
     # The optimizers' steps.
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self.optimizers:
+        if self.optimizers.recognise(optimizer):
             self._hook.before_step(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self.optimizers:
+        if self.optimizers.recognise(optimizer):
             self._hook.after_step(optimizer)
             self.step_attempted()
 

@@ -7,14 +7,13 @@ their dashes, bars carry their figures.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config.errors import ConfigError
-from .report import BASELINE, LIMIT
+from .report import BASELINE, LIMIT, read_json
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
     "#0072B2",
@@ -64,12 +63,7 @@ def plot(files: Sequence[str], folder: str) -> list[Path]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    try:
-        content = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"the file {path} does not exist; name results of bench or a trainer_state.json") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the file {path} cannot be read: {error}") from None
+    content = read_json(path, "file", "name results of bench or a trainer_state.json")
     if not isinstance(content, dict) or not {"contenders", "curves", "log_history"} & content.keys():
         raise ConfigError(f"{path} must be a result of bench or a trainer_state.json, but is neither")
     return content

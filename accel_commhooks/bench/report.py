@@ -119,14 +119,19 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     aside.replace(target)
 
 
+def read_json(path: str | os.PathLike, what: str, remedy: str) -> Any:
+    """What is in a JSON file; a ConfigError if it does not exist or cannot be read."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"the {what} {path} does not exist; {remedy}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the {what} {path} cannot be read: {error}") from None
+
+
 def read_result(path: str | os.PathLike) -> dict[str, Any]:
     """A result that bench wrote; a ConfigError for anything else."""
-    try:
-        result = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"the result {path} does not exist; `accel-commhooks bench` writes one") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the result {path} cannot be read: {error}") from None
+    result = read_json(path, "result", "`accel-commhooks bench` writes one")
     if not isinstance(result, dict) or "contenders" not in result:
         raise ConfigError(f"{path} must be a result of `accel-commhooks bench`, but has no 'contenders'")
     return result

@@ -136,7 +136,8 @@ class HookOptions:
         try:
             return cls(**{option_name: values[name] for option_name, name in given.items()})
         except ConfigError as error:
-            renamed = [f"{name} is another name for {option}" for option, name in given.items() if name != option]
+            aliases = {option: name for option, name in given.items() if name != option and option in error.text}
+            renamed = [f"{name} is another name for {option}" for option, name in aliases.items()]
             raise ConfigError("; ".join([error.text, *renamed])) from None
 
 

@@ -1,1 +1,1 @@
-"""Private names of torch, Accelerate and Transformers, used where they offer no public way."""
+"""What torch, Accelerate and Transformers ask of us: private names where there is no public way, and weak callbacks."""

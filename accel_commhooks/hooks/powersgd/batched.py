@@ -54,7 +54,7 @@ class BatchedPowerSGDHook(LowRankHook):
         for (_, offset, length), (_, gradient) in zip(unit.residuals, ordered, strict=True):
             unit.m[offset : offset + length].copy_(gradient.reshape(-1))
         unit.deliver = lambda: self._deliver(unit, ordered, arrived)
-        self._queue.append(unit)
+        self._in_flight.append(unit)
         self.first_stage(unit)
 
     @staticmethod

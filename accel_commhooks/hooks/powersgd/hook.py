@@ -29,15 +29,15 @@ class PowerSGDHook(LowRankHook):
         """One unit per bucket. In node scope a unit continues when the next bucket arrives: by then its node has averaged it."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         unit = self.unit(tuple(map(id, parameters)), lambda: self._build(parameters, buffer))
-        self._queue.append(unit)
+        self._in_flight.append(unit)
         unit.deliver = lambda: self._deliver(unit, buffer, future)
         unit.m = in_math_dtype(buffer)
         if self._nodes is None:
             self.first_stage(unit)
             return
         unit.pending = [self._nodes.inside(unit.m)]
-        if len(self._queue) > 1:
-            self.first_stage(self._queue[-2])
+        if len(self._in_flight) > 1:
+            self.first_stage(self._in_flight[-2])
 
     @staticmethod
     def _deliver(unit: Unit, buffer: torch.Tensor, future: torch.futures.Future) -> None:

@@ -28,7 +28,7 @@ from ...comm.hierarchy import NodeReduction
 from ...comm.process_group import GradBucket
 from ...comm.wire import wire_dtype_named
 from ...config.errors import launched_rank, warn_once
-from ..base import CommHook, HookContext, State, new_future
+from ..base import HookContext, QueueHook, State, new_future
 from .figures import CompressionStats
 from .lowrank import add_and_project, approximate, orthogonalize, random_factor
 from .options import LowRankOptions
@@ -37,8 +37,11 @@ from .units import Memory, ShapeGroup, Unit
 logger = logging.getLogger("accel_commhooks")
 
 
-class LowRankHook(CommHook):
-    """The stages of a step, for whatever is compressed together. Subclasses say what that is."""
+class LowRankHook(QueueHook):
+    """The stages of a step, for whatever is compressed together. Subclasses say what that is.
+
+    Steps before compression starts go through the queue of plain averaging.
+    """
 
     def __init__(self, options: LowRankOptions, context: HookContext):
         super().__init__(options, context)
@@ -56,25 +59,24 @@ class LowRankHook(CommHook):
                 self._nodes = NodeReduction(self.comm)
         self._memory = Memory()
         self._units: dict[tuple[int, ...], Unit] = {}
-        self._queue: list[Unit] = []
-        self._plain: list[tuple[torch.futures.Future, PendingResult, torch.Tensor]] = []
+        self._in_flight: list[Unit] = []
         self._compressed_steps = 0
         self._compressed_now = False
         self._stats = CompressionStats()
 
     def enqueue(self, bucket: GradBucket, future: torch.futures.Future) -> None:
-        """Take a bucket; append units to the queue, and start those that can be."""
+        """Take a bucket; append its units to those in flight, and start those that can be."""
         raise NotImplementedError
 
     # The lifecycle.
 
+    def start(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
+        return self.comm.all_reduce(bucket.buffer()).wait
+
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = new_future(bucket.buffer().device)
         if self.step < self._start:
-            self._plain.append((future, self.comm.all_reduce(bucket.buffer()), bucket.buffer()))
-            if bucket.is_last():
-                self._finish_plain()
-            return future
+            return super().reduce(bucket)
+        future = new_future(bucket.buffer().device)
         self._compressed_now = True
         self.enqueue(bucket, future)
         if bucket.is_last():
@@ -95,14 +97,8 @@ class LowRankHook(CommHook):
     def metrics(self) -> dict[str, float]:
         return self._stats.figures()
 
-    def _finish_plain(self) -> None:
-        plain, self._plain = self._plain, []
-        for future, pending, buffer in plain:
-            pending.wait()
-            future.set_result(buffer)
-
     def _finish_compressed(self) -> None:
-        queue, self._queue = self._queue, []
+        queue, self._in_flight = self._in_flight, []
         for unit in queue:
             if not unit.started:
                 self.first_stage(unit)

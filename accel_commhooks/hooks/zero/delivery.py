@@ -15,9 +15,9 @@ import torch
 from ...comm.collectives import Communicator
 from ...comm.process_group import GradBucket
 from ...upstream import seams
+from ...upstream.callbacks import weak_method
 from ..base import new_future
 from .sharding import Ownership
-from .weak import weak_method
 
 Parts = list[tuple[torch.Tensor, torch.Tensor]]
 """(parameter, owned part of its mean gradient) pairs."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ...upstream import seams
+from ...upstream.callbacks import weak_method
 from .sharding import GATHER_BYTES, Shards
-from .weak import weak_method
 
 
 class ParameterGather:
