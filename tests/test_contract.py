@@ -3,6 +3,8 @@
 import copy
 import gc
 import io
+import random
+import time
 import weakref
 from collections import Counter
 from unittest.mock import patch
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Net, distance, loss_of, make_ddp, train, weights
+from torch import nn
 from torch.nn.modules import module as module_registry
 from torch.optim import optimizer as optimizer_registry
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,6 +74,60 @@ def test_acts_agrees_and_issues_in_one_order(pool, name, world_size):
         else:
             assert sum(calls.values()) > 0
             assert distance(final, by_rank[0][0]) == 0
+
+
+class Deep(nn.Module):
+    """Fifty layers: a bucket each where buckets are small."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(50))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = hidden + 0.1 * torch.tanh(layer(hidden))
+        return hidden
+
+
+def _buckets(rank, world_size, name, bucket_cap_mb):
+    """Ranks out of step: each sleeps at random before its backward, and between its buckets."""
+    ddp = make_ddp(Deep(), bucket_cap_mb=bucket_cap_mb)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    options = dict(OPTIONS.get(name, {}))
+    if name == "post_localsgd":
+        options["start_localSGD_iter"] = 4  # DDP has one bucket at the first step, and none at local ones
+    handle = attach(ddp, name, optimizer=optimizer, **options)
+    naps, real, counts = random.Random(rank), handle.hook.reduce, []
+
+    def reduce(bucket):
+        counts[-1] += 1
+        time.sleep(naps.choice([0, 0, 0, 0.002]))
+        return real(bucket)
+
+    handle.hook.reduce = reduce
+    for step in range(STEPS):
+        counts.append(0)
+        loss = ddp(torch.randn(4, 24, generator=torch.Generator().manual_seed(1000 * step + rank))).square().mean()
+        time.sleep(naps.choice([0, 0.02]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.synchronize()
+    return weights(ddp), max(counts)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", [name for name in HOOKS if name != "noop"])
+def test_one_bucket_or_fifty_with_ranks_out_of_step(pool, name, world_size):
+    many, one = (pool.run(_buckets, world_size, name, cap) for cap in (0.002, 100))
+    assert many[0][1] >= 50 and one[0][1] == 1
+    for final, _ in (*many, *one):
+        assert all(torch.isfinite(weight).all() for weight in final.values())
+    for by_rank in (many, one):
+        assert all(distance(final, by_rank[0][0]) == 0 for final, _ in by_rank)
+    if world_size == 2:
+        # A sum of two has one order, so buckets may not matter at all; only products may be rounded in other blocks.
+        assert distance(many[0][0], one[0][0]) <= 1e-6
 
 
 def _round_trip(rank, world_size, name):
