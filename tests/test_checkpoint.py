@@ -88,8 +88,9 @@ def test_what_cannot_be_used_starts_anew_on_every_rank(pool, tmp_path):
 
 
 def _crash(rank, world_size, folder):
-    handle = attach(make_ddp(Net(32)), "powersgd", **POWERSGD)
-    train(handle.ddp, rank, 3)
+    ddp = make_ddp(Net(32))
+    handle = attach(ddp, "powersgd", **POWERSGD)
+    train(ddp, rank, 3)
     file = checkpoint.save(handle, folder)
     before = file.read_bytes()
     handle.state_dict = lambda: {"step": 3, "bad": lambda: None}  # cannot be written

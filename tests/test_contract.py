@@ -15,10 +15,11 @@ import torch.distributed as dist
 from models import Net, distance, loss_of, make_ddp, train, weights
 from torch import nn
 from torch.nn.modules import module as module_registry
-from torch.optim import optimizer as optimizer_registry
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_commhooks import attach, available_hooks
+from accel_commhooks.attachment.optimizers import step_watch
+from accel_commhooks.upstream import patches
 
 # Options with which a hook acts within a few steps; a new hook starts with its defaults.
 OPTIONS = {
@@ -192,8 +193,7 @@ def _hooks_set(ddp, optimizer):
                 "_optimizer_load_state_dict_post_hooks",
             )
         ),
-        "global optimizer": len(optimizer_registry._global_optimizer_pre_hooks)
-        + len(optimizer_registry._global_optimizer_post_hooks),
+        "listeners": [len(watch().listeners) for watch in (step_watch, patches.grad_scaler_watch, patches.load_watch)],
         "global module": len(module_registry._global_module_registration_hooks),
         "tensor": sum(len(p._backward_hooks or ()) for p in ddp.parameters()),
         "own attributes": "zero_grad" in vars(ddp),
@@ -233,14 +233,14 @@ def test_detach_is_clean(pool, name):
 
 def _forgotten(rank, world_size, name):
     """A model that nobody holds any more goes, with everything of ours, although nobody called detach()."""
-    before = len(optimizer_registry._global_optimizer_pre_hooks)
+    before = len(step_watch().listeners)
     ddp, optimizer, handle = _make(name)
     train(ddp, rank, 3, optimizer=optimizer)
     handle.synchronize()
     gone = [weakref.ref(ddp), weakref.ref(handle), weakref.ref(handle.hook)]
     del ddp, optimizer, handle
     gc.collect()
-    return [reference() is None for reference in gone], len(optimizer_registry._global_optimizer_pre_hooks) - before
+    return [reference() is None for reference in gone], len(step_watch().listeners) - before
 
 
 @pytest.mark.parametrize("name", HOOKS)

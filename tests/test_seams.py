@@ -9,9 +9,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from accel_commhooks import CommHookKwargs
-from accel_commhooks.upstream import seams
+from accel_commhooks.upstream import patches, seams
 
 
 def test_end_of_backward_comes_after_the_last_gradient():
@@ -29,6 +30,70 @@ def test_end_of_backward_comes_after_the_last_gradient():
     assert seen == [True]
 
 
+def test_a_backward_within_a_backward_has_another_number():
+    numbers = []
+
+    def note(_):
+        numbers.append(seams.current_backward())
+
+    inner = nn.Linear(2, 2)
+    inner.weight.register_hook(note)
+    out = checkpoint(inner, torch.ones(1, 2, requires_grad=True), use_reentrant=True)
+    out.register_hook(note)
+    assert seams.current_backward() == -1
+    out.sum().backward()
+    assert len(set(numbers)) == 2 and -1 not in numbers
+    assert seams.current_backward() == -1
+
+
+class Listener:
+    def __init__(self):
+        self.heard = []
+
+    def before_scaler_step(self, optimizer):
+        self.heard.append(("before", optimizer))
+
+    def after_scaler_step(self, optimizer):
+        self.heard.append(("after", optimizer))
+
+    def weights_loaded(self, module):
+        self.heard.append(("loaded", module))
+
+
+def test_scalers_are_heard_of():
+    watch, listener = patches.grad_scaler_watch(), Listener()
+    watch.listeners.add(listener)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, disabled = torch.amp.GradScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu", enabled=False)
+    seen = []
+    model.weight.register_hook(lambda _: seen.append(watch.scaling))
+    for by in (scaler, disabled):
+        by.scale(model(torch.ones(1, 2)).sum()).backward()
+    model(torch.ones(1, 2)).sum().backward()
+    assert seen == [scaler, None, None] and watch.scaling is None
+    model.weight.grad.fill_(torch.inf)
+    before = model.weight.detach().clone()
+    scaler.step(optimizer)
+    assert torch.equal(before, model.weight), "skipped"
+    watch.listeners.discard(listener)
+    scaler.update()
+    scaler.step(optimizer)
+    assert listener.heard == [("before", optimizer), ("after", optimizer)]
+
+
+def test_loads_are_heard_of_and_leave_no_mark():
+    watch, listener = patches.load_watch(), Listener()
+    model = nn.Sequential(nn.Linear(2, 2))
+    pickled = pickle.dumps(model)
+    watch.listeners.add(listener)
+    assert pickle.dumps(model) == pickled
+    model[0].load_state_dict(model[0].state_dict())
+    watch.listeners.discard(listener)
+    model.load_state_dict(model.state_dict())
+    assert listener.heard == [("loaded", model[0])]
+
+
 def test_ddp_marks_what_it_ignores():
     model = nn.Linear(2, 2)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
@@ -42,11 +107,6 @@ def test_live_objects_are_found_and_wrappers_passed_over():
     prepared = accelerator.prepare(optimizer)
     assert seams.optimizers_of(model.parameters()) == [optimizer] and prepared.optimizer is optimizer
     assert accelerator in seams.live_objects(Accelerator)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    torch.amp.GradScaler("cpu", enabled=False)
-    assert scaler in seams.live_grad_scalers()
-    assert all(s.is_enabled() for s in seams.live_grad_scalers())
-    assert float(scaler.scale(torch.ones(()))) == 8.0
 
 
 def test_accelerate_takes_our_handler_for_its_own():

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachme
 
 from ..comm.process_group import world_size
 from ..config.errors import CompatibilityError, warn_once
+from ..hooks.base import CommHook
 from ..upstream import seams
 
 
@@ -55,20 +56,23 @@ def refuse_other_strategies(hook: str) -> None:
             )
 
 
-def no_ddp_at_first_step(hook: str, parameters: list[torch.Tensor]) -> None:
-    """An optimizer is about to step, and no DDP model with its parameters was ever built."""
+def no_ddp_at_step(hook: str, parameters: list[torch.Tensor]) -> None:
+    """An optimizer is about to step, and no DDP model with its parameters was built so far.
+
+    It may be a baseline before the real training, or a calibration after it, so this is a warning.
+    """
     if any(map(seams.is_dtensor, parameters)):
         raise CompatibilityError(
             f"hook '{hook}' needs DistributedDataParallel, but the optimizer holds parameters sharded by FSDP; turn FSDP "
             "off to use the hook, or leave the hook out"
         )
     if world_size() > 1:
-        raise CompatibilityError(
-            f"hook '{hook}' was asked for, but the model that is about to be trained on {world_size()} "
-            "processes is not in DistributedDataParallel, so the hook could never act; wrap it, or let "
-            "accelerator.prepare(model) do so"
+        warn_once(
+            f"hook '{hook}' does nothing for a model that is being trained on {world_size()} processes but is not in "
+            "DistributedDataParallel; if this is the model to train, wrap it, or let accelerator.prepare(model) do so"
         )
-    single_process(hook)
+    else:
+        single_process(hook)
 
 
 def single_process(hook: str) -> None:
@@ -85,8 +89,51 @@ def second_hook(hook: str, reason: str) -> CompatibilityError:
     )
 
 
-def ambiguous_scaler(count: int) -> CompatibilityError:
+def refuse_model(module: torch.nn.Module, hook: type[CommHook]) -> None:
+    """What a model may have that a hook cannot average."""
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) > 1:
+        raise CompatibilityError(
+            f"hook '{hook.name}' needs all parameters on one device, but this model has some on "
+            f"{', '.join(sorted(map(str, devices)))}; put the model on one device, or leave the hook out"
+        )
+    if not hook.plain_tensors_only:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise CompatibilityError(
+                f"hook '{hook.name}' needs real parameters, but '{name}' is {parameter.dtype}; keep it as two real "
+                "parameters (torch.view_as_real), or use name: allreduce"
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
+            raise CompatibilityError(
+                f"hook '{hook.name}' needs dense gradients, but '{name}' has sparse ones; build it with sparse=False, or "
+                "use name: allreduce"
+            )
+
+
+def refuse_graph_capture(hook: str) -> None:
+    """A CUDA graph would replay the collectives of one step for ever."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise CompatibilityError(
+            f"hook '{hook}' does something else from step to step, but a CUDA graph is being captured, which repeats one "
+            "step; capture no backward of this model, or detach the hook"
+        )
+
+
+def joining(hook: str) -> CompatibilityError:
+    """``with ddp.join():`` lets ranks leave early, which the collectives of a hook do not allow for."""
     return CompatibilityError(
-        f"residuals are kept in unscaled units, but {count} GradScalers are alive and it is not known which one scales "
-        "this model's loss; pass attach(..., grad_scaler=scaler), or delete the ones no longer used"
+        f"hook '{hook}' needs every rank in every step, but the model is inside `with ddp.join():`, which lets ranks stop "
+        "early; give all ranks the same number of batches (drop_last, or a sampler that pads), or detach the hook"
     )
+
+
+def refuse_repeated_closures(hook: CommHook, optimizer: torch.optim.Optimizer) -> None:
+    """LBFGS runs any number of backwards within one step."""
+    if isinstance(optimizer, torch.optim.LBFGS) and not hook.allows_repeated_closures:
+        raise CompatibilityError(
+            f"hook '{hook.name}' expects one backward for each step, but LBFGS calls its closure many times, and not "
+            "equally often on every rank; use another optimizer, or name: allreduce"
+        )

@@ -17,32 +17,34 @@ from ..upstream import seams
 
 
 class DDPWatch:
-    """Remembers the DDP wrappers built since it was started."""
+    """Remembers the DDP wrappers built since it was started, in the order in which they were built."""
 
     def __init__(self) -> None:
-        self._seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._seen: list[weakref.ref[DistributedDataParallel]] = []
         self._handle = register_module_module_registration_hook(self._registered)
 
     def _registered(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        if isinstance(parent, DistributedDataParallel) and name == "module":
-            self._seen.add(parent)
-            self.found(parent)
+        if isinstance(parent, DistributedDataParallel) and name == "module" and child is not None:
+            self._seen = [reference for reference in self._seen if reference() is not None]
+            self._seen.append(weakref.ref(parent))
+            self.found(parent, child)
 
-    def found(self, ddp: torch.nn.Module) -> None:
-        """A wrapper is being built; it is not finished yet."""
+    def found(self, ddp: torch.nn.Module, module: torch.nn.Module) -> None:
+        """A wrapper around ``module`` is being built; it is not finished yet."""
 
     def __iter__(self) -> Iterator[DistributedDataParallel]:
-        return iter(self._seen)
+        """The newest first: if a model has several wrappers, it is the newest one's."""
+        for reference in reversed(self._seen):
+            if (ddp := reference()) is not None:
+                yield ddp
 
     def wrapper_of(self, model: torch.nn.Module) -> DistributedDataParallel | None:
-        """The wrapper around a model."""
-        return next(
-            (ddp for ddp in self._seen if ddp.module is model or seams.without_compile(ddp.module) is model), None
-        )
+        """The newest wrapper around a model."""
+        return next((ddp for ddp in self if ddp.module is model or seams.without_compile(ddp.module) is model), None)
 
     def wrapper_around_or_inside(self, model: torch.nn.Module) -> DistributedDataParallel | None:
-        """The wrapper that is this model, is inside it, or is around it."""
-        return next((ddp for ddp in self._seen if ddp in model.modules() or ddp.module is model), None)
+        """The newest wrapper that is this model, is inside it, or is around it."""
+        return next((ddp for ddp in self if ddp in model.modules() or ddp.module is model), None)
 
     def stop(self) -> None:
         self._handle.remove()

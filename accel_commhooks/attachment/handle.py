@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +21,7 @@ from ..hooks.base import HookContext
 from ..hooks.plain import AllReduceHook, AllReduceOptions
 from ..upstream import seams
 from . import compatibility
+from .discovery import DDPWatch
 from .loss_scale import LossScale
 from .metrics import MetricsWindow
 from .optimizers import innermost_optimizer
@@ -55,7 +59,29 @@ def find_attachment(model: torch.nn.Module) -> Attachment | None:
     ``Accelerator`` lists a model as it was before DDP was put around it, and torch.compile puts a module around DDP.
     """
     inside = {id(module) for module in model.modules()}
-    return next((found for ddp, found in attachments() if id(ddp) in inside or ddp.module is model), None)
+    plain = seams.without_compile(model)
+    return next((found for ddp, found in attachments() if id(ddp) in inside or ddp.module is plain), None)
+
+
+class _Succession(DDPWatch):
+    """Retires an attachment when its model gets another DDP wrapper: the newest wrapper is the model's.
+
+    A batch-size search after running out of memory, a sweep of Trainers and progressive unfreezing all build one.
+    """
+
+    def found(self, ddp: torch.nn.Module, module: torch.nn.Module) -> None:
+        if next(attachments(), None) is None:
+            return
+        # Retiring may communicate. Without this, whether an older wrapper is still there would depend on when each rank's
+        # garbage collector last ran.
+        gc.collect()
+        parameters = set(map(id, module.parameters()))
+        for _, attachment in attachments():
+            if any(id(parameter) in parameters for parameter in attachment.parameters):
+                attachment.retire()
+
+
+_succession = functools.cache(_Succession)
 
 
 class Attachment:
@@ -69,8 +95,9 @@ class Attachment:
         optimizer: torch.optim.Optimizer | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ):
+        _succession()
         self.config = config
-        self.ddp = ddp
+        self._ddp = weakref.ref(ddp)
         options = config.build_options()
         self.comm = Communicator(ddp.process_group, ranks_per_node=options.ranks_per_node)
         self.parameters = _reduced_parameters(ddp)
@@ -78,20 +105,36 @@ class Attachment:
         context = HookContext(
             comm=self.comm,
             names=self.parameters,
-            buffers=dict(ddp.module.named_buffers()),
             module=ddp.module,
             finds_unused=ddp.find_unused_parameters,
             loss_scale=self.loss_scale,
         )
-        self._slot = claim_slot(ddp, config.name)
-        self.hook = get_hook(config.name)(options, context)
-        self._slot.attachment = self
+        hook_class = get_hook(config.name)
+        compatibility.refuse_model(ddp.module, hook_class)
         plain = dataclasses.replace(context, loss_scale=lambda device: None)
-        self._slot.plain = AllReduceHook(AllReduceOptions(), plain)
-        self._window = MetricsWindow(self)
-        self.clock = StepClock(self)
-        if optimizer is not None:
-            self.clock.optimizers.bind([innermost_optimizer(optimizer)])
+        self.slot = claim_slot(ddp, config.name, AllReduceHook(AllReduceOptions(), plain))
+        with contextlib.ExitStack() as undo:  # a script may catch the error and go on with plain DDP
+            undo.callback(self.comm.close)
+            self.hook = hook_class(options, context)
+            self._window = MetricsWindow(self)
+            self.clock = StepClock(self)
+            undo.callback(self.clock.stop)
+            if optimizer is not None:
+                self.clock.optimizers.bind([innermost_optimizer(optimizer)])
+            self.slot.attachment = self
+            undo.pop_all()
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The model. A handle does not keep it alive."""
+        ddp = self._ddp()
+        assert ddp is not None, "the model is gone"
+        return ddp
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the model is still alive."""
+        return self._ddp() is not None
 
     @property
     def steps(self) -> int:
@@ -108,12 +151,14 @@ class Attachment:
 
     def synchronize(self) -> None:
         """Finish what is under way and make the replicas equal. Every rank calls it."""
-        self.hook.synchronize()
+        with self._window.outside_of_steps():
+            self.hook.synchronize()
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
         """``with handle.consensus():`` evaluates the consensus model. Every rank enters it."""
-        self.hook.begin_consensus()
+        with self._window.outside_of_steps():
+            self.hook.begin_consensus()
         try:
             yield
         finally:
@@ -121,15 +166,13 @@ class Attachment:
 
     def open_consensus(self) -> None:
         """Like :meth:`consensus`, but ended by the next training forward; for saves, whose end is not announced."""
-        self.clock.open_consensus()
-
-    def step_attempted(self) -> None:
-        """Report the end of an optimizer step in which this rank's optimizer may not have run (GradScaler)."""
-        self.clock.step_attempted()
+        with self._window.outside_of_steps():
+            self.clock.open_consensus()
 
     def prepare_save(self) -> None:
         """Gather state that is divided among the ranks, so that a single rank can save it. Every rank calls it."""
-        self.hook.prepare_save()
+        with self._window.outside_of_steps():
+            self.hook.prepare_save()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's hook state: plain values and tensors, by parameter name."""
@@ -140,12 +183,27 @@ class Attachment:
         self.hook.load_state_dict(state)
 
     def detach(self) -> None:
-        """Remove the hook; DDP then averages plainly. Every rank calls it."""
-        if self._slot.attachment is not self:
+        """Remove the hook and leave the replicas equal; DDP then averages plainly. Every rank calls it, between two steps."""
+        if self.slot.attachment is not self:
             return
-        self.clock.close_consensus()
-        self.hook.close()
-        self._slot.attachment = None
+        if self.clock.in_step:
+            raise CompatibilityError(
+                f"hook '{self.config.name}' cannot be detached between backward and optimizer.step(): gradients wait for "
+                "the step; call detach() after optimizer.step(), or after zero_grad()"
+            )
+        self.retire()
+        if self.has_model:
+            self.clock.muting.return_to_plain()
+
+    def retire(self) -> None:
+        """Detach wherever the step stands: the model has got another DDP wrapper."""
+        if self.slot.attachment is not self:
+            return
+        with self._window.outside_of_steps():
+            self.clock.close_consensus()
+            self.hook.close()
+            self.loss_scale.equalise(self.comm)
+        self.slot.attachment = None
         self.clock.stop()
         self.comm.close()
 

@@ -5,6 +5,8 @@ Counting is a few additions a step; nothing here synchronises with a device unti
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ class MetricsWindow:
 
     def __init__(self, attachment: Attachment):
         self._attachment = attachment
-        self._steps = 0
         self._last: dict[str, float] = {}
+        self._start: tuple[float, ...] = ()
         self._mark()
 
     def count_step(self) -> None:
@@ -32,10 +34,21 @@ class MetricsWindow:
             self._mark()
         return dict(self._last)
 
-    def _mark(self) -> None:
+    @contextlib.contextmanager
+    def outside_of_steps(self) -> Iterator[None]:
+        """What is sent within it is no part of a step: it belongs to a save or an evaluation."""
+        before = self._counters()
+        yield
+        added = [now - then for now, then in zip(self._counters(), before, strict=True)]
+        self._start = tuple(start + more for start, more in zip(self._start, added, strict=True))
+
+    def _counters(self) -> tuple[float, float, float]:
         traffic = self._attachment.comm.traffic
+        return traffic.scope("within"), traffic.scope("between"), traffic.waited
+
+    def _mark(self) -> None:
         self._steps = 0
-        self._start = (traffic.scope("within"), traffic.scope("between"), traffic.waited)
+        self._start = self._counters()
 
     def _figures(self) -> dict[str, float]:
         attachment = self._attachment
@@ -46,10 +59,7 @@ class MetricsWindow:
         figures = {"plain_ddp_mb": plain_total / MB}
         if attachment.hook.counted:
             within, between, waited = (
-                (now - then) / self._steps
-                for now, then in zip(
-                    (traffic.scope("within"), traffic.scope("between"), traffic.waited), self._start, strict=True
-                )
+                (now - then) / self._steps for now, then in zip(self._counters(), self._start, strict=True)
             )
             figures |= {"mb_within_node": within / MB, "mb_between_nodes": between / MB, "wait_s": waited}
             if within + between > 0:

@@ -6,8 +6,10 @@ model's parameters are recognised.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,27 +19,44 @@ from torch.optim.optimizer import (
 )
 
 from ..upstream import seams
-from ..upstream.callbacks import weak_method
+from ..upstream.callbacks import Listeners
 
-StepHook = Callable[[torch.optim.Optimizer], None]
+BeforeStep = Callable[[torch.optim.Optimizer, Any, Any], Any]
+"""Of an optimizer, its arguments and its keywords; returns None, or others to call it with."""
 
 
 class ModelOptimizers:
-    """The optimizers that hold some of a model's parameters, in the order in which they were found."""
+    """The optimizers that hold some of a model's parameters, in the order in which the model has those."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], found: Callable[[list[torch.optim.Optimizer]], None]):
-        self._parameters = {id(parameter) for parameter in parameters}
+        self._place = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._found = found
-        self._ours: list[torch.optim.Optimizer] = []
-        self._strangers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._references: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers of others, and how many groups they had when they were looked at."""
+
+    @property
+    def _ours(self) -> list[torch.optim.Optimizer]:
+        """Those that are still alive: a script may replace its optimizer."""
+        return [optimizer for reference in self._references if (optimizer := reference()) is not None]
 
     def __len__(self) -> int:
         return len(self._ours)
 
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self._ours)
+
     def bind(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Set the model's optimizers, and report them to the hook."""
-        self._ours = optimizers
-        self._found(optimizers)
+        """Set the model's optimizers, and report them to the hook, in the same order on every rank."""
+        ordered = sorted(optimizers, key=self._places)
+        self._references = [weakref.ref(optimizer) for optimizer in ordered]
+        self._found(ordered)
+
+    def _places(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Where in the model an optimizer's parameters are."""
+        return sorted(
+            self._place[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._place
+        )
 
     def search(self, parameters: Iterable[torch.Tensor]) -> None:
         """Find them among all live optimizers, before one of them steps."""
@@ -47,33 +66,74 @@ class ModelOptimizers:
         """Whether an optimizer is one of the model's; if it was not known yet, it is bound."""
         if any(optimizer is known for known in self._ours):
             return True
-        if optimizer in self._strangers:
+        if self._strangers.get(optimizer) == len(optimizer.param_groups):
             return False
-        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) in self._place for group in optimizer.param_groups for p in group["params"]):
             self.bind([*self._ours, optimizer])
             return True
-        self._strangers.add(optimizer)
+        self._strangers[optimizer] = len(optimizer.param_groups)
         return False
 
 
-def watch_steps(before: StepHook, after: StepHook) -> list[Any]:
-    """Call two methods of one object before and after every optimizer's step.
+class StepWatch:
+    """Tells its listeners of every optimizer's step: ``before_step(optimizer, args, kwargs)``, ``after_step(optimizer)``.
 
-    The hooks are global: they must neither keep the object alive nor outlive it.
+    One pair of hooks for all of them, never removed: torch iterates over its hooks while an optimizer steps, and the garbage
+    collector may take a listener away meanwhile.
     """
-    weak_before, weak_after = weak_method(before), weak_method(after)
-    handles = [
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: weak_before(optimizer)),
-        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: weak_after(optimizer)),
-    ]
-    for handle in handles:
-        weakref.finalize(before.__self__, handle.remove)  # type: ignore[attr-defined]
-    return handles
+
+    def __init__(self) -> None:
+        self.listeners = Listeners()
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        changed = None
+        for listener in self.listeners:
+            answer = listener.before_step(optimizer, args, kwargs)
+            if answer is not None:
+                changed = args, kwargs = answer
+        return changed
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for listener in reversed(
+            list(self.listeners)
+        ):  # they are nested: what the last one changed is changed back first
+            listener.after_step(optimizer)
 
 
-def before_every_step(action: StepHook) -> Any:
+step_watch = functools.cache(StepWatch)
+"""The watch of this process, started at the first call."""
+
+
+def before_every_step(action: BeforeStep) -> Any:
     """Call a function before every optimizer's step, until the handle returned is removed."""
-    return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: action(optimizer))
+    return register_optimizer_step_pre_hook(action)
+
+
+def after_closure(
+    args: Any,
+    kwargs: Any,
+    action: Callable[[], object],
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Any:
+    """The arguments of ``optimizer.step(closure)`` with a closure that runs ``action`` at its end; None without a closure.
+
+    The closure itself runs inside ``around()``.
+    """
+    closure = kwargs["closure"] if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    def closure_then_action() -> Any:
+        with around():
+            loss = closure()
+        action()
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure_then_action}
+    return (args[0], closure_then_action, *args[2:]), kwargs
 
 
 def innermost_optimizer(optimizer: Any) -> torch.optim.Optimizer:

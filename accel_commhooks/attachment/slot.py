@@ -6,12 +6,14 @@ takes its place in it. A later attach() uses the same slot again.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachment may use DDP
 
+from ..hooks.base import new_future
 from . import compatibility
 
 if TYPE_CHECKING:
@@ -28,9 +30,19 @@ class Slot:
     to the attachment weakly.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plain: CommHook) -> None:
         self._attachment: weakref.ref[Attachment] | None = None
-        self.plain: CommHook | None = None
+        self.plain = plain
+        self.is_silent = False
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Within it nothing is sent: DDP gets its own buckets back."""
+        self.is_silent = True
+        try:
+            yield
+        finally:
+            self.is_silent = False
 
     @property
     def attachment(self) -> Attachment | None:
@@ -42,15 +54,23 @@ class Slot:
 
 
 def _forward_to_slot(slot, bucket):  # no annotations: DDP compares them with its own classes
+    if slot.is_silent:
+        future = new_future(bucket.buffer().device)
+        future.set_result(bucket.buffer())
+        return future
     attachment = slot.attachment
-    return (attachment.hook if attachment is not None else slot.plain).reduce(bucket)
+    if attachment is None:
+        return slot.plain.reduce(bucket)
+    compatibility.refuse_graph_capture(attachment.hook.name)
+    attachment.clock.bucket_arrived()
+    return attachment.hook.reduce(bucket)
 
 
-def claim_slot(ddp: DistributedDataParallel, hook_name: str) -> Slot:
-    """The model's slot, registered with DDP if it is the first time."""
+def claim_slot(ddp: DistributedDataParallel, hook_name: str, plain: CommHook) -> Slot:
+    """The model's slot, registered with DDP if it is the first time; ``plain`` averages when no hook is attached."""
     slot = _slots.get(ddp)
     if slot is None:
-        slot = Slot()
+        slot = Slot(plain)
         try:
             ddp.register_comm_hook(slot, _forward_to_slot)
         except RuntimeError as error:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..upstream import seams
 from .topology import Topology, host_key
 from .traffic import Traffic
 from .wire import narrow
@@ -135,7 +136,10 @@ class Communicator:
         if mean:
             tensor.div_(group.size)
         buffer = narrow(tensor, wire_dtype)
-        self.traffic.count_all_reduce(group.ranks, buffer.nbytes)
+        if buffer.is_sparse:  # backends gather everyone's indices and values, and add them up
+            self.traffic.count_all_gather(group.ranks, seams.sparse_nbytes(buffer))
+        else:
+            self.traffic.count_all_reduce(group.ranks, buffer.nbytes)
         work = dist.all_reduce(buffer, group=group.process_group, async_op=True)
         finish = None if buffer is tensor else lambda: tensor.copy_(buffer)
         return PendingCollective(tensor, [work], self.traffic, finish, keep=(buffer,))

@@ -31,7 +31,7 @@ def itemsize_on_wire(itemsize: int, name: str | None) -> int:
 
 
 def narrow(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A copy in the wire's type, or the tensor itself where that would not make it smaller."""
-    if dtype is None or not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
+    """A copy in the wire's type, or the tensor itself where that would not make it smaller, or where it is sparse."""
+    if dtype is None or tensor.is_sparse or not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
         return tensor
     return tensor.to(dtype)

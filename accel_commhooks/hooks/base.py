@@ -2,13 +2,16 @@
 
 One optimizer step goes through a hook like this, in the same order on every rank::
 
-    before_forward()            for each micro-batch
+    begin_backward()            gradients are about to arrive
     reduce(bucket) ...          once for each DDP bucket, in bucket order, from the thread that runs backward
+    after_unreduced_backward()  instead, at the end of a backward that DDP did not reduce
     before_step(optimizer)      gradients are final: unscaled and clipped
     after_step(optimizer)       parameters are new
     step_done()                 once for each step, including one that a GradScaler skipped
+    catch_up()                  weights may be written: what an earlier step_done() had to leave
 
-A hook talks to other ranks only through ``self.comm``. It never reaches into DDP, Accelerate or Trainer.
+Forwards are not in this list: scripts run any number of them, and ranks run different numbers. See attachment/step.py for
+what a step is. A hook talks to other ranks only through ``self.comm``. It never reaches into DDP, Accelerate or Trainer.
 """
 
 from __future__ import annotations
@@ -35,12 +38,11 @@ class HookContext:
     comm: Communicator
     names: dict[torch.Tensor, str]
     """Name of every parameter that DDP may reduce, in the model's order; tied weights appear once."""
-    buffers: dict[str, torch.Tensor]
     module: torch.nn.Module
     finds_unused: bool
     """Whether DDP may leave parameters that no rank used untouched (find_unused_parameters)."""
     loss_scale: Callable[[torch.device], torch.Tensor | None]
-    """The current loss scale as a tensor on the device, or None without a GradScaler."""
+    """The loss scale of the backward under way as a tensor on the device, or None without a GradScaler."""
 
 
 class CommHook:
@@ -52,6 +54,10 @@ class CommHook:
     """False for a hook whose traffic does not go through ``self.comm``."""
     needs_optimizer: ClassVar[bool] = False
     """True for a hook that must know the optimizers before the first backward."""
+    plain_tensors_only: ClassVar[bool] = True
+    """False for a hook that can average sparse and complex gradients."""
+    allows_repeated_closures: ClassVar[bool] = False
+    """True for a hook that does not care how many backwards a step has (LBFGS)."""
     bench_options: ClassVar[dict[str, Any]] = {}
     """Options that bench sets where the user did not; for a hook that must be asked for explicitly elsewhere."""
 
@@ -79,7 +85,20 @@ class CommHook:
         return True
 
     def before_forward(self) -> None:
-        """Called before each forward that will have a backward, micro-batches under no_sync included."""
+        """Parameters are about to be read by a forward in grad mode. For local work only: ranks differ in their forwards."""
+
+    def begin_backward(self) -> None:
+        """Gradients are about to arrive; called once for each backward, micro-batches under no_sync included.
+
+        Weights must not be written here: autograd has saved them.
+        """
+
+    def discard(self, kept: torch.Tensor | None) -> None:
+        """Gradients were cleared without a step: no memory may keep them.
+
+        ``kept`` is None where that is certain. Where gradients were perhaps zeroed in place, it is a tensor on the device
+        that is true if some are not zero, and so are still to be stepped with.
+        """
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket; the Future's value is what DDP writes into the gradients."""
@@ -88,15 +107,28 @@ class CommHook:
     def after_unreduced_backward(self, parameters: list[torch.Tensor]) -> None:
         """Called at the end of a backward that DDP did not reduce."""
 
+    def abandon_backward(self) -> None:
+        """A backward raised an error: forget the buckets that were under way."""
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Just before the optimizer steps."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Just after the optimizer stepped."""
 
-    def step_done(self) -> None:
-        """The step is over, on every rank, whether or not a GradScaler let this rank's optimizer run."""
+    def step_done(self, *, weights_in_use: bool = False) -> None:
+        """The step is over, on every rank, whether or not a GradScaler let this rank's optimizer run.
+
+        ``weights_in_use`` is True where only the next backward shows that it is over. Weights must not be written then;
+        :meth:`catch_up` is called when they may be.
+        """
         self.step += 1
+
+    def catch_up(self) -> None:
+        """Weights may be written now: do what :meth:`step_done` had to leave. Called after every optimizer's step."""
+
+    def weights_loaded(self) -> None:
+        """``load_state_dict`` has replaced weights of the model."""
 
     # Around the steps.
 
@@ -164,6 +196,9 @@ class QueueHook(CommHook):
         if bucket.is_last():
             self.drain()
         return future
+
+    def abandon_backward(self) -> None:
+        self._queue = []
 
     def drain(self) -> None:
         """Complete the Futures of all buckets of this backward, in bucket order."""

@@ -53,6 +53,8 @@ class ForeignHook(CommHook):
 
     Options = ForeignOptions
     counted = False
+    plain_tensors_only = False
+    allows_repeated_closures = True
     function: Callable[[Any, GradBucket], torch.futures.Future]
     state_factory: Callable[..., Any] | None = None
 

@@ -32,6 +32,8 @@ class AllReduceHook(QueueHook):
     """Averages gradients as plain DDP does."""
 
     Options: ClassVar[type[HookOptions]] = AllReduceOptions
+    plain_tensors_only = False
+    allows_repeated_closures = True
 
     def __init__(self, options: HookOptions, context: HookContext):
         super().__init__(options, context)
@@ -91,6 +93,8 @@ class NoopHook(QueueHook):
     """Sends nothing: the speed limit, for measurements only."""
 
     Options = NoopOptions
+    plain_tensors_only = False
+    allows_repeated_closures = True
     bench_options = {"i_know_that_replicas_diverge": True}
 
     @classmethod

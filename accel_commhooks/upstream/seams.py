@@ -9,6 +9,7 @@ import gc
 import importlib.abc
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimi
     """The live torch optimizers that hold some of these parameters; wrappers around an optimizer do not count."""
     wanted = {id(parameter) for parameter in parameters}
     found = []
+    gc.collect()  # or one that nobody uses any more would be found on some ranks and not on others
     for optimizer in live_objects(torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         if isinstance(inner, torch.optim.Optimizer) or not hasattr(optimizer, "param_groups"):
@@ -40,10 +42,12 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimi
     return found
 
 
-def live_grad_scalers() -> list[torch.amp.GradScaler]:
-    """The enabled GradScalers of this process. The scale itself is read by the public ``scaler.scale(ones)``."""
-    gc.collect()  # a scaler that is no longer used must not count
-    return [scaler for scaler in live_objects(torch.amp.GradScaler) if scaler.is_enabled()]
+def current_backward() -> int:
+    """A number for the backward under way on this thread, -1 outside of one (``_current_graph_task_id``).
+
+    A backward inside a backward (reentrant checkpointing) has a number of its own.
+    """
+    return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -55,9 +59,92 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def sparse_nbytes(tensor: torch.Tensor) -> int:
+    """Size of a sparse tensor's indices and values (``_indices``, ``_values``: the public ones need a sorted copy)."""
+    return tensor._indices().nbytes + tensor._values().nbytes
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """A number that changes whenever a tensor is written to in place (``_version``, which autograd checks itself)."""
     return tensor._version
+
+
+def settle_reducer(ddp: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+    """Let DDP forget what it noted of parameters, with ``find_unused_parameters``. Every rank calls it.
+
+    DDP notes which parameters get a gradient, and forgets them only when it reduces: kept from reducing, it would later take
+    parameters for used that have no gradient, and fail. It also notes in a forward which parameters its backward will
+    not reach, and holds the next backward to it, even if that belongs to a forward in which it was muted. So it is
+    given a backward to reduce, by way of ``reducer.prepare_for_backward``, as its forward does. Gradients stay what they are.
+    """
+    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in parameters]
+    trainable = [p for p, _ in gradients if p.requires_grad]
+    if not trainable:
+        return
+    for parameter, _ in gradients:  # a frozen one too: it may have been used before
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.enable_grad():
+        nothing = torch.stack([parameter.sum() * 0 for parameter in trainable]).sum()
+    reducer: Any = ddp.reducer
+    reducer.prepare_for_backward([nothing])
+    nothing.backward()
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def postpone_static_graph(ddp: torch.nn.Module) -> Callable[[], None]:
+    """For a forward whose backward DDP does not reduce; returns a function that ends this.
+
+    With ``static_graph`` DDP learns the graph in its first backward, which it must reduce: its forward would make it do so
+    even now (``_static_graph_delay_allreduce_enqueued``).
+    """
+    state: Any = ddp
+    if not state.static_graph:
+        return lambda: None
+    before = state._static_graph_delay_allreduce_enqueued
+    state._static_graph_delay_allreduce_enqueued = True
+
+    def end() -> None:
+        state._static_graph_delay_allreduce_enqueued = before
+
+    return end
+
+
+def is_joining(ddp: torch.nn.Module) -> bool:
+    """Whether DDP is inside ``with ddp.join():`` (``_join_config``)."""
+    config: Any = ddp._join_config
+    return config.enable
+
+
+def keep_copies_plain(ddp: torch.nn.Module, forward_hooks: Iterable[Any]) -> Callable[[], None]:
+    """Make copies and pickles of a DDP model what they are without our hooks; returns a function that ends this.
+
+    ``copy`` and ``pickle`` ask an object for ``__getstate__``, which may be an attribute of the instance. Ours takes DDP's
+    own state and leaves out our forward hooks (``_forward_hooks``, ``_forward_pre_hooks``), the communication hook
+    (``_comm_hooks``) and what was set on the instance itself.
+    """
+    ours = {handle.id for handle in forward_hooks}
+
+    itself = weakref.ref(ddp)
+
+    def getstate() -> dict[str, Any]:
+        ddp: Any = itself()
+        plain: Any = type(ddp).__getstate__
+        state: dict[str, Any] = dict(plain(ddp))
+        for name in ("__getstate__", "zero_grad"):
+            state.pop(name, None)
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if key not in ours)
+        state["_comm_hooks"] = []
+        return state
+
+    ddp.__dict__["__getstate__"] = getstate
+
+    def end() -> None:
+        if (ddp := itself()) is not None:
+            ddp.__dict__.pop("__getstate__", None)
+
+    return end
 
 
 def is_ignored_by_ddp(parameter: torch.nn.Parameter) -> bool:
@@ -157,9 +244,11 @@ class _GuardedParameters(dict):
 
 
 def is_compiled(root: torch.nn.Module) -> bool:
-    """Whether torch.compile has been applied to a module or a part of it (it leaves no public mark)."""
+    """Whether torch.compile has been applied to a module or a part of it (it leaves no public mark), or torch.jit."""
     return any(
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or isinstance(module, torch.jit.ScriptModule)
         for module in root.modules()
     )
 

@@ -64,8 +64,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self.handle = attach(model, self._config)
         accelerate_state.link_live()
 
-    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_first_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Only reached while no DDP model was built: the hook could never act."""
-        compatibility.no_ddp_at_first_step(
+        compatibility.no_ddp_at_step(
             self._config.name, [p for group in optimizer.param_groups for p in group["params"]]
         )

@@ -73,12 +73,6 @@ class CommHookCallback(TrainerCallback):
         if state.global_step > 0:
             self._resume(args, state)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.handle is not None:
-            self.handle.step_attempted()
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._show_consensus(control)
 
@@ -148,18 +142,18 @@ class ModelAveragingCallback(TrainerCallback):
         model = kwargs["model"]
         names = {parameter: name for name, parameter in model.named_parameters()}
         comm = Communicator(ranks_per_node=self.options.ranks_per_node)
-        self.replicas = Replicas(self.options, comm, names, dict(model.named_buffers()))
-        self.replicas.optimizers = [innermost_optimizer(kwargs["optimizer"])]
+        self.replicas = Replicas(self.options, comm, names, model)
+        self.replicas.moments.bind([innermost_optimizer(kwargs["optimizer"])])
         self._step = 0
         if state.global_step > 0:
             self._resume(args, state)
-        self.replicas.before_step(local=True)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.replicas is not None:
             self.replicas.hide_consensus()
+            self.replicas.prepare(local=True)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,7 +1,7 @@
 """install(): a hook on every DDP model that this process builds later, without a change in the script.
 
-The hook is attached at a model's first forward, or when a checkpoint is loaded before that. An optimizer that steps although
-no DDP model with its parameters was ever built is an error: nothing is skipped silently.
+The hook is attached at a model's first forward, or when a checkpoint is loaded before that. If an optimizer steps although no
+DDP model with its parameters was built, that is logged: nothing is skipped silently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ..attachment import compatibility
 from ..attachment.discovery import DDPWatch, before_first_forward
 from ..attachment.handle import Attachment, attach
-from ..attachment.optimizers import before_every_step
+from ..attachment.optimizers import after_closure, before_every_step
 from ..attachment.slot import attachment_of
 from ..config.config import CommHookConfig
 from . import accelerate_state
@@ -29,7 +29,7 @@ class Installation(DDPWatch):
         self._first_step = before_every_step(self._before_step)
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def found(self, ddp: torch.nn.Module) -> None:
+    def found(self, ddp: torch.nn.Module, module: torch.nn.Module) -> None:
         before_first_forward(ddp, self._first_forward)
         accelerate_state.link_live(self.attachment)
 
@@ -45,14 +45,29 @@ class Installation(DDPWatch):
             return None
         return attachment_of(ddp) or attach(ddp, self.config)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._check(optimizer)
+        waiting = [ddp for ddp in self if attachment_of(ddp) is None]
+        if not waiting:
+            return None
+
+        def attached_meanwhile() -> None:
+            """The closure ran the first forward: tell the attachment what it has missed."""
+            for ddp in waiting:
+                attached = attachment_of(ddp)
+                if attached is not None:
+                    attached.clock.before_step(optimizer, (), {})
+
+        return after_closure(args, kwargs, attached_meanwhile)
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._checked:
             return
         self._checked.add(optimizer)
         ours = {id(p) for ddp in self for p in ddp.module.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(p) in ours for p in parameters) and not any(map(attachment_of, self)):
-            compatibility.no_ddp_at_first_step(self.config.name, parameters)
+        if not any(id(p) in ours for p in parameters):
+            compatibility.no_ddp_at_step(self.config.name, parameters)
 
     def uninstall(self) -> None:
         self.stop()

@@ -50,7 +50,7 @@ def _run_as_main(script: str) -> None:
     main = types.ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main
-    code = compile(Path(script).read_bytes(), script, "exec")
+    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 

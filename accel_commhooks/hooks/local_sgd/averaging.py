@@ -26,7 +26,23 @@ class Piece:
     length: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().view(-1)[self.start : self.start + self.length]
+        return flat_view(tensor)[self.start : self.start + self.length]
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor in the order of its memory, whatever its strides (channels_last)."""
+    tensor = tensor.detach()
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def slices(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[list[Piece]]:
@@ -88,6 +104,12 @@ class Exchange:
         while self._under_way:
             self._receive()
 
+    def drop(self) -> None:
+        """Wait for what is under way, and do not write it."""
+        for _, pending in self._under_way:
+            pending.wait()
+        self._under_way = []
+
     def _send(self, pieces: list[Piece]) -> None:
         parts = [self._read(piece) for piece in pieces]
         numel = sum(piece.length for piece in pieces)
@@ -117,9 +139,9 @@ def average_in_place(
 ) -> None:
     """Every tensor becomes its mean over the group; ``observe(own, mean)`` sees each piece before it is overwritten.
 
-    Tensors that are not contiguous go through a copy of their own.
+    Tensors that are not dense go through a copy of their own.
     """
-    scattered = [(index, tensor) for index, tensor in enumerate(tensors) if not tensor.is_contiguous()]
+    scattered = [(index, tensor) for index, tensor in enumerate(tensors) if not is_dense(tensor)]
     flat = list(tensors)
     for index, tensor in scattered:
         flat[index] = tensor.detach().contiguous()

@@ -53,6 +53,20 @@ class ChangeAverager:
         self.sent = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.resend(parameters)
 
+    def take_anchors(self, parameters: Tensors) -> None:
+        """Parameters without an anchor, because local steps begin or they were frozen until now, get one."""
+        for name, parameter in parameters.items():
+            if name not in self.anchor:
+                self.anchor[name] = parameter.detach().clone()
+
+    def cancel(self) -> None:
+        """Forget everything: weights were replaced. For a change under way ranks still wait for each other's parts."""
+        if self._exchange is not None:
+            self._exchange.drop()
+        self._exchange = None
+        for kept in (self.sent, self.anchor, self.momentum):
+            kept.clear()
+
     def resend(self, parameters: Tensors) -> None:
         """Start the exchange of what is in ``sent``; after a resume, that of the run before."""
         receiving = {name: parameter for name, parameter in parameters.items() if name in self.sent}

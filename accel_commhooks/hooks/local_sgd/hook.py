@@ -38,7 +38,9 @@ class PostLocalSGDHook(QueueHook):
     def __init__(self, options: PostLocalSGDOptions, context: HookContext):
         super().__init__(options, context)
         self._subgroup = self._make_subgroup(options)
-        self.replicas = Replicas(options, self.comm, context.names, context.buffers)
+        self.replicas = Replicas(options, self.comm, context.names, context.module)
+        self._overdue: list[int] = []
+        """Steps that ended when weights could not be written, and after which replicas may have to be averaged."""
 
     def _make_subgroup(self, options: PostLocalSGDOptions) -> Group:
         everyone_alone = [[rank] for rank in range(self.comm.size)]
@@ -52,7 +54,7 @@ class PostLocalSGDHook(QueueHook):
         return self.comm.subgroup(groups)
 
     def bind(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.replicas.optimizers = optimizers
+        self.replicas.moments.bind(optimizers)
 
     # One step.
 
@@ -60,17 +62,25 @@ class PostLocalSGDHook(QueueHook):
         return self.step >= self.options.start_localSGD_iter
 
     def before_forward(self) -> None:
-        self.replicas.before_step(local=self._is_local())
+        self.replicas.restore_own()
+
+    def begin_backward(self) -> None:
+        self.replicas.prepare(local=self._is_local())
 
     def reduces_this_step(self) -> bool:
         return not self._is_local()
 
+    def _gradient_group(self) -> Group:
+        return self._subgroup if self._is_local() else self.comm.everyone
+
     def start(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
-        return self.comm.all_reduce(bucket.buffer()).wait
+        # DDP may be awake at a local step: a forward from before it, or one that somebody else has prepared (Lightning).
+        return self.comm.all_reduce(bucket.buffer(), group=self._gradient_group()).wait
 
     def after_unreduced_backward(self, parameters: list[torch.Tensor]) -> None:
         """Average over the subgroup, with DDP's rule: a parameter that no rank used keeps no gradient."""
-        if self._subgroup.size == 1:
+        group = self._gradient_group()
+        if group.size == 1:
             return
         trainable = [p for p in parameters if p.requires_grad]
         missing = [p for p in trainable if p.grad is None]
@@ -79,20 +89,39 @@ class PostLocalSGDHook(QueueHook):
         if self.context.finds_unused:
             gone = set(map(id, missing))
             flags = torch.tensor([float(id(p) not in gone) for p in trainable], device=trainable[0].device)
-            self.comm.all_reduce(flags, group=self._subgroup).wait()
+            self.comm.all_reduce(flags, group=group).wait()
             if missing:  # only a rank that needs the answer reads it from the device
                 used = dict(zip(map(id, trainable), (flags > 0).tolist(), strict=True))
                 missing = [p for p in missing if not used[id(p)]]
+        else:
+            missing = []  # plain DDP expects a gradient of every parameter, and so every rank steps every parameter
         gradients = [p.grad for p in trainable if p.grad is not None]
-        average_in_place(self.comm, gradients, group=self._subgroup)
+        average_in_place(self.comm, gradients, group=group)
         for parameter in missing:
             parameter.grad = None
 
-    def step_done(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.replicas.prepare(local=self._is_local())  # a step may come without a backward of this model
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_local() and self._subgroup.size < self.comm.size:
             self.replicas.mark_diverged()
-        self.replicas.after_step(self.step)
-        super().step_done()
+
+    def step_done(self, *, weights_in_use: bool = False) -> None:
+        if self._is_local() and self._subgroup.size < self.comm.size:
+            self.replicas.mark_diverged()
+        self._overdue.append(self.step)
+        super().step_done(weights_in_use=weights_in_use)
+        if not weights_in_use:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        overdue, self._overdue = self._overdue, []
+        for step in overdue:
+            self.replicas.after_step(step)
+
+    def weights_loaded(self) -> None:
+        self.replicas.weights_loaded()
 
     # Around the steps.
 
@@ -107,6 +136,9 @@ class PostLocalSGDHook(QueueHook):
 
     def metrics(self) -> dict[str, float]:
         return self.replicas.metrics()
+
+    def close(self) -> None:
+        self.replicas.close()
 
     def state_dict(self) -> State:
         return {**super().state_dict(), "replicas": self.replicas.state_dict()}

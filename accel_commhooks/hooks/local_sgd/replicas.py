@@ -20,6 +20,7 @@ from ...config.errors import ConfigError
 from .averaging import average_in_place
 from .changes import ChangeAverager
 from .distance import Distance
+from .moments import Moments
 from .options import AveragingOptions
 from .schedule import HierarchicalSchedule, PeriodicSchedule, Schedule
 
@@ -32,10 +33,10 @@ class Replicas:
         options: AveragingOptions,
         comm: Communicator,
         names: dict[torch.Tensor, str],
-        buffers: dict[str, torch.Tensor],
+        module: torch.nn.Module,
     ):
         self.options, self.comm = options, comm
-        self._names, self._buffers = names, buffers
+        self._names, self._module = names, module
         warmup = options.warmup_steps or 0
         self._schedule: Schedule = (
             HierarchicalSchedule(comm, options.period_group_size, warmup)
@@ -43,27 +44,40 @@ class Replicas:
             else PeriodicSchedule(comm, options.period, warmup)
         )
         self._changes = ChangeAverager(options, comm)
+        self.moments = Moments(comm, names)
         self.diverged = False
         """Whether ranks may hold different weights now; the same answer on every rank."""
+        self._trained: set[str] = set()
+        """Parameters that were trainable in some local step. Frozen later, they may still move, by momentum."""
         self._due: int | None = None
-        self._moments_differ = False
-        self._local: list[torch.Tensor] = []
+        self._local: dict[str, torch.Tensor] = {}
         self._pending_state: dict[str, Any] = {}
+        self._to_resend = False
+        self._rebase = False
+        """Whether weights were replaced, so that ranks have no anchor in common until they have averaged once."""
         self._distance: torch.Tensor | None = None
-        self.optimizers: list[torch.optim.Optimizer] = []
 
     # One step.
 
-    def before_step(self, *, local: bool) -> None:
-        """Apply a loaded state; take the first anchor where ``local`` steps begin."""
+    def restore_own(self) -> None:
+        """Apply a loaded state: weights and moments of this rank's own. Before a forward; nothing is communicated."""
         if self._pending_state:
             self._apply_state()
-        if local and self.options.averages_changes() and not self._changes.anchor:
-            self._changes.anchor = {name: p.detach().clone() for name, p in self._trainable().items()}
+
+    def prepare(self, *, local: bool) -> None:
+        """A backward begins: take anchors where ``local`` steps begin, go on with a change that was under way."""
+        self.restore_own()
+        if self._to_resend:
+            self._to_resend = False
+            self._changes.resend(self._parameters())
+        if local:
+            self._trained.update(self._trainable())
+            if self.options.averages_changes() and not self._rebase:
+                self._changes.take_anchors(self._trainable())
 
     def mark_diverged(self) -> None:
         """A step was taken without the other ranks."""
-        self.diverged = self._moments_differ = True
+        self.diverged = self.moments.differ = True
 
     def after_step(self, step: int) -> None:
         """Average if the ``step``-th step (from 0) is one to average after. Every rank calls it for every step."""
@@ -76,17 +90,22 @@ class Replicas:
         if group is None:
             return
         everyone = group.size == self.comm.size
-        if self.options.overlap_steps:
-            self._changes.send(self._trainable())
+        if self._rebase and everyone:
+            self._average_plainly(group)
+            self.diverged = False
+            self._changes.take_anchors(self._parameters())
+            self._rebase = False
+        elif self.options.overlap_steps:
+            self._changes.send(self._parameters())
             self._due = step + self.options.overlap_steps
         elif self.options.averages_changes() and everyone:
-            self._distance = self._changes.average(self._trainable()).relative()
+            self._distance = self._changes.average(self._parameters()).relative()
         elif self.diverged:
             self._average_plainly(group)
         self._average_rest(group)
         if everyone and not self.options.overlap_steps:
             self.diverged = False
-            self._moments_differ &= self.options.optimizer_state == "keep"
+            self.moments.differ &= self.options.optimizer_state == "keep"
 
     def synchronize(self) -> None:
         """Make the replicas equal, permanently."""
@@ -96,22 +115,39 @@ class Replicas:
             self._average_plainly(self.comm.everyone)
             self._average_buffers(self.comm.everyone)
             self.diverged = False
-        self._local = []
+        self._local = {}
+
+    def close(self) -> None:
+        """Leave replicas equal in everything that plain DDP goes on with."""
+        self.synchronize()
+        if self.moments.differ:
+            self.moments.equalise()
+
+    def weights_loaded(self) -> None:
+        """Somebody has replaced weights: what refers to the old ones is of no use any more."""
+        if self._pending_state:
+            return  # a resume: hook, model and optimizer are loaded in any order
+        self._changes.cancel()
+        self._due = None
+        self._rebase = self.options.averages_changes()
+        self._local = {}
 
     def show_consensus(self) -> None:
         """Make every rank's weights the mean of the replicas, until :meth:`hide_consensus`."""
         if not self.options.restore_local:
             self.synchronize()
         elif self.diverged and not self._local:
-            self._local = [tensor.detach().clone() for tensor in self._shown()]
+            self._local = {name: tensor.detach().clone() for name, tensor in self._shown().items()}
             self._average_plainly(self.comm.everyone)
             self._average_buffers(self.comm.everyone)
 
     def hide_consensus(self) -> None:
         """Put each rank's own weights back, if that was asked for."""
-        for tensor, local in zip(self._shown(), self._local, strict=False):
-            tensor.detach().copy_(local)
-        self._local = []
+        shown = self._shown() if self._local else {}
+        for name, local in self._local.items():
+            if name in shown:
+                shown[name].detach().copy_(local)
+        self._local = {}
 
     def metrics(self) -> dict[str, float]:
         return {} if self._distance is None else {"replica_distance": float(self._distance)}
@@ -121,15 +157,20 @@ class Replicas:
     def _trainable(self) -> dict[str, torch.Tensor]:
         return {name: p for p, name in self._names.items() if p.requires_grad}
 
-    def _float_buffers(self) -> list[torch.Tensor]:
-        return [buffer for buffer in self._buffers.values() if buffer.is_floating_point()]
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters that may differ between ranks, in the model's order."""
+        return {name: p for p, name in self._names.items() if p.requires_grad or name in self._trained}
 
-    def _shown(self) -> list[torch.Tensor]:
-        return [*self._trainable().values(), *self._float_buffers()]
+    def _float_buffers(self) -> dict[str, torch.Tensor]:
+        """Asked of the module each time: a script may assign a new tensor."""
+        return {name: buffer for name, buffer in self._module.named_buffers() if buffer.is_floating_point()}
+
+    def _shown(self) -> dict[str, torch.Tensor]:
+        return {**self._parameters(), **self._float_buffers()}
 
     def _average_plainly(self, group: Group) -> None:
         distance = Distance()
-        average_in_place(self.comm, list(self._trainable().values()), group=group, observe=distance.add)
+        average_in_place(self.comm, list(self._parameters().values()), group=group, observe=distance.add)
         self._distance = distance.relative()
 
     def _receive_change(self) -> None:
@@ -139,30 +180,16 @@ class Replicas:
     def _average_rest(self, group: Group) -> None:
         self._average_buffers(group)
         if self.options.optimizer_state == "average":
-            average_in_place(self.comm, self._moments(), group=group)
+            self.moments.average(group)
         elif self.options.optimizer_state == "reset":
-            for optimizer in self.optimizers:
-                optimizer.state.clear()
+            self.moments.reset()
 
     def _average_buffers(self, group: Group) -> None:
         if self.options.buffers == "average":
-            average_in_place(self.comm, self._float_buffers(), group=group)
+            average_in_place(self.comm, list(self._float_buffers().values()), group=group)
         elif self.options.buffers == "broadcast":
-            for buffer in self._float_buffers():
+            for buffer in self._float_buffers().values():
                 self.comm.broadcast(buffer, group=group).wait()
-
-    def _moments(self) -> list[torch.Tensor]:
-        """The optimizers' per-element state, in the model's order, which is the same on every rank."""
-        found = []
-        for parameter in self._trainable().values():
-            for optimizer in self.optimizers:
-                state = optimizer.state.get(parameter, {})
-                found += [
-                    state[key]
-                    for key in sorted(state)
-                    if isinstance(state[key], torch.Tensor) and state[key].shape == parameter.shape
-                ]
-        return found
 
     def _run_foreign_averager(self) -> None:
         """Run the user's or torch's ModelAverager; torch's skip parameters without a gradient."""
@@ -175,6 +202,8 @@ class Replicas:
 
     def state_dict(self) -> dict[str, Any]:
         """What all ranks share (anchor, outer momentum) and, while replicas differ, this rank's own weights and moments."""
+        if self._pending_state:
+            return dict(self._pending_state)
         state: dict[str, Any] = {
             "diverged": self.diverged,
             "due": self._due,
@@ -184,20 +213,10 @@ class Replicas:
         if self.options.averager is not None:
             state["averager_step"] = self.options.averager.step
         if self._local:
-            names = [*self._trainable(), *(n for n, b in self._buffers.items() if b.is_floating_point())]
-            state["own"]["weights"] = {n: t.clone() for n, t in zip(names, self._local, strict=True)}
-        if self._moments_differ:
-            state["own"]["moments"] = self._own_moments()
+            state["own"]["weights"] = {name: tensor.clone() for name, tensor in self._local.items()}
+        if self.moments.differ:
+            state["own"]["moments"] = self.moments.state_dict()
         return state
-
-    def _own_moments(self) -> dict[str, dict[str, Any]]:
-        moments = {}
-        for parameter, name in self._names.items():
-            for optimizer in self.optimizers:
-                if parameter in optimizer.state:
-                    kept = optimizer.state[parameter]
-                    moments[name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kept.items()}
-        return moments
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Applied before the next step, because the model and the optimizer may be loaded after the hook."""
@@ -210,24 +229,17 @@ class Replicas:
         self._changes.load_state_dict(state, parameters)
         if self.options.averager is not None and "averager_step" in state:
             self.options.averager.step = state["averager_step"]
+        buffers = self._float_buffers()
         with torch.no_grad():
             for name, own in state["own"].get("weights", {}).items():
-                target_tensor = parameters.get(name, self._buffers.get(name))
+                target_tensor = parameters.get(name, buffers.get(name))
                 if target_tensor is not None:
                     target_tensor.copy_(own)
-        for parameter, name in self._names.items():
-            for optimizer in self.optimizers:
-                if name in state["own"].get("moments", {}) and parameter in optimizer.state:
-                    optimizer.state[parameter].update(
-                        {
-                            k: v.to(optimizer.state[parameter][k]) if isinstance(v, torch.Tensor) else v
-                            for k, v in state["own"]["moments"][name].items()
-                        }
-                    )
-        self._moments_differ = "moments" in state["own"]
+        self.moments.load_state_dict(state["own"].get("moments", {}))
+        self.moments.differ = "moments" in state["own"]
         self._due = state["due"]
-        if self._due is not None:
-            self._changes.resend(parameters)
+        self._rebase = self.options.averages_changes() and self.diverged and not self._changes.anchor
+        self._to_resend = self._due is not None
 
     @staticmethod
     def merge(states: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -57,6 +57,10 @@ class BatchedPowerSGDHook(LowRankHook):
         self._in_flight.append(unit)
         self.first_stage(unit)
 
+    def abandon_backward(self) -> None:
+        super().abandon_backward()
+        self._arrived = []
+
     @staticmethod
     def _deliver(unit: Unit, ordered: list, arrived: list) -> None:
         for (_, offset, length), (_, gradient) in zip(unit.residuals, ordered, strict=True):

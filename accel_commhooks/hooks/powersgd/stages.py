@@ -88,11 +88,22 @@ class LowRankHook(QueueHook):
         self._compressed_steps += self._compressed_now
         self._compressed_now = False
 
-    def step_done(self) -> None:
-        super().step_done()
+    def step_done(self, *, weights_in_use: bool = False) -> None:
+        super().step_done(weights_in_use=weights_in_use)
         self._compressed_now = False
+        self._memory.commit()
         if self.step % self.options.compression_stats_logging_frequency == 0 and launched_rank() == 0:
             logger.info("%s after %d steps: %s", self.name, self.step, self.metrics())
+
+    def discard(self, kept: torch.Tensor | None) -> None:
+        self._compressed_now = False
+        self._memory.roll_back(kept)
+
+    def abandon_backward(self) -> None:
+        super().abandon_backward()
+        for unit in self._in_flight:
+            unit.abandon()
+        self._in_flight = []
 
     def metrics(self) -> dict[str, float]:
         return self._stats.figures()
@@ -153,6 +164,7 @@ class LowRankHook(QueueHook):
         """Wait for the second factor; the approximation is the result, the rest the new residual."""
         unit.wait()
         fine = fine & ((unit.flat[unit.right] * 0).sum() == 0)
+        self._memory.before_change(unit)
         for group in unit.groups:
             if self.context.finds_unused:
                 # DDP leaves a parameter that no rank used as it was, so its residual and factors must stay as well.

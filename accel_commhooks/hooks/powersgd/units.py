@@ -146,6 +146,10 @@ class Unit:
             residuals=residuals,
         )
 
+    def abandon(self) -> None:
+        """Forget the step that was under way."""
+        self.pending, self.started, self.m = [], False, self.flat
+
     def wait(self) -> None:
         """Wait for the collectives of this unit, in the order in which they were issued."""
         for pending in self.pending:
@@ -164,6 +168,10 @@ class Unit:
             self.m[offset : offset + length].copy_(self.flat[at : at + length])
             at += length
 
+    def errors(self) -> list[torch.Tensor]:
+        """All residuals of this unit."""
+        return [error for group in self.groups for error in group.errors]
+
     def remembered(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(kind, name, tensor) of everything that outlives a step."""
         for group in self.groups:
@@ -180,10 +188,50 @@ class Unit:
 
 
 class Memory:
-    """What outlives a step: factors and residuals by parameter name."""
+    """What outlives a step: factors and residuals by parameter name.
+
+    A backward changes residuals at once, but its gradients may be cleared without a step: a generator's loss goes through
+    the discriminator, SAM looks ahead. Then residuals must be as they were before. A copy of them is kept from the first
+    time on that gradients are discarded; scripts that never do so do not pay for it.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, torch.Tensor]] = {"q": {}, "p": {}, "error": {}}
+        self._keeps_copies = False
+        self._changed: dict[int, Unit] = {}
+        """Units whose residuals have changed since the last step, by id."""
+        self._before: dict[int, list[torch.Tensor]] = {}
+        """Their residuals as they were before."""
+
+    def before_change(self, unit: Unit) -> None:
+        """The residuals of a unit are about to change; called for the first time since a step or again."""
+        if id(unit) in self._changed:
+            return
+        self._changed[id(unit)] = unit
+        if self._keeps_copies:
+            errors = unit.errors()
+            if id(unit) not in self._before or len(self._before[id(unit)]) != len(errors):
+                self._before[id(unit)] = [torch.empty_like(error) for error in errors]
+            for copy, error in zip(self._before[id(unit)], errors, strict=True):
+                copy.copy_(error)
+
+    def commit(self) -> None:
+        """A step was taken: what has changed stays."""
+        self._changed = {}
+
+    def roll_back(self, kept: torch.Tensor | None) -> None:
+        """Residuals become what they were at the last step, unless ``kept`` says on the device that they must stay.
+
+        Without a copy of them, the first time, they become zero.
+        """
+        for unit in self._changed.values():
+            errors = unit.errors()
+            copies = self._before.get(id(unit)) or [error.new_zeros(()) for error in errors]
+            for error, copy in zip(errors, copies, strict=True):
+                error.copy_(copy if kept is None else torch.where(kept, error, copy))
+        self._keeps_copies = True
+        if kept is None:
+            self._changed = {}
 
     def move_into(self, unit: Unit) -> None:
         """Fill a new unit with what is known of its parameters."""

@@ -103,9 +103,9 @@ class DeliveredGradients:
         ]
 
     def watch_for_more(self) -> None:
-        """Before a forward: make room if its backward adds to gradients that are still there.
+        """A backward begins: make room if it adds to gradients that are still there.
 
-        A forward alone may be an evaluation, so nothing is prepared until a gradient arrives.
+        It may be ``torch.autograd.grad``, which adds nothing, so nothing is prepared until a parameter's gradient arrives.
         """
         self.stop_watching()
         self._versions = {id(p): self._versions[id(p)] for p in self._still_there()}

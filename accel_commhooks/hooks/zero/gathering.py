@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ...upstream import seams
-from ...upstream.callbacks import weak_method
 from .sharding import GATHER_BYTES, Shards
 
 
@@ -45,7 +44,8 @@ class ParameterGather:
                 self._start_piece(pairs)
                 pairs, size = [], 0
         if self._arriving and self._end_guard is None:
-            self._end_guard = seams.guard_parameters(self._module, weak_method(self._finish))
+            # The module holds this gather until all parameters are whole, even if the hook is gone by then.
+            self._end_guard = seams.guard_parameters(self._module, self._finish)
 
     def _start_piece(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         finish = self._ownership.gather(pairs, dtype=self._wire_dtype)

@@ -8,6 +8,7 @@ in the background, and a parameter is waited for when it is read (gathering.py).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,7 +58,7 @@ class ZeroOverlapHook(CommHook):
         self._sharded_step = ShardedStep(self._shards)
         self._gather = ParameterGather(self._shards, context.module, wire_dtype)
         self._queue: list[BucketInFlight] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._bound: list[weakref.ref[torch.optim.Optimizer]] = []
         self._stepped: list[torch.Tensor] = []
         # Which parameters no rank used is only known when backward is over.
         self._interleaves = options.step == "interleaved" and not context.finds_unused
@@ -79,15 +80,15 @@ class ZeroOverlapHook(CommHook):
     def bind(self, optimizers: list[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
             self._refuse_unless_elementwise(optimizer)
+        for optimizer in optimizers:
             if not any(optimizer is known for known in self._optimizers):
                 self._state.take_over(optimizer)
-        # The ranks may have found them in different orders.
-        self._optimizers = sorted(optimizers, key=self._places)
+        self._bound = [weakref.ref(optimizer) for optimizer in optimizers]
 
-    def _places(self, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Where in the model an optimizer's parameters are."""
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        return sorted(self._order[id(p)] for p in parameters if id(p) in self._order)
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that are still alive."""
+        return [optimizer for reference in self._bound if (optimizer := reference()) is not None]
 
     def _refuse_unless_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
@@ -103,29 +104,40 @@ class ZeroOverlapHook(CommHook):
     # Backward.
 
     def before_forward(self) -> None:
-        if self.steps_in_backward and not self._optimizers:
-            raise CompatibilityError(
-                f"zero_overlap with step: {self.options.step} steps inside backward, but no optimizer holds this model's "
-                "parameters yet; make it before the first backward, or pass attach(..., optimizer=...)"
-            )
-        if self._sharded_step.open:
-            self._sharded_step.end()
-            raise CompatibilityError(
-                "a forward began inside optimizer.step() (or after one that failed), but zero_overlap needs all "
-                "gradients before the step; run forward and backward first, then optimizer.step() without a closure"
-            )
+        self._sharded_step.recover()
         self._delivered.watch_for_more()
         if seams.is_compiled(self.context.module):
             self.synchronize()  # compiled code reads parameters without going through the module
 
+    def begin_backward(self) -> None:
+        self._delivered.watch_for_more()  # gradients may be there that were not when its forward ran
+
+    def abandon_backward(self) -> None:
+        self._queue = []
+
+    def _check_step_in_backward(self, bucket: GradBucket) -> None:
+        if not self._optimizers:
+            raise CompatibilityError(
+                f"zero_overlap with step: {self.options.step} steps inside backward, but no optimizer holds this model's "
+                "parameters yet; make it before the first backward, or pass attach(..., optimizer=...)"
+            )
+        if self._stepped_in_backward:
+            raise CompatibilityError(
+                f"zero_overlap with step: {self.options.step} has stepped inside the last backward, but another backward "
+                "begins before optimizer.step(), as if its gradients were discarded or accumulated; set step: optimizer, or "
+                "accumulate under no_sync()"
+            )
+        if self.context.loss_scale(bucket.buffer().device) is not None:
+            raise CompatibilityError(
+                f"zero_overlap with step: {self.options.step} steps before gradients can be unscaled, but a GradScaler "
+                "is in use; set step: optimizer"
+            )
+
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if not self._queue:
             self.synchronize()  # parameters that the forward did not use
-            if self.steps_in_backward and self.context.loss_scale(bucket.buffer().device) is not None:
-                raise CompatibilityError(
-                    f"zero_overlap with step: {self.options.step} steps before gradients can be unscaled, but a GradScaler "
-                    "is in use; set step: optimizer"
-                )
+            if self.steps_in_backward:
+                self._check_step_in_backward(bucket)
         taken = BucketInFlight(bucket, self._ownership)
         self._queue.append(taken)
         if self._interleaves and len(self._queue) > 1:
@@ -160,8 +172,7 @@ class ZeroOverlapHook(CommHook):
     # The step.
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._sharded_step.open:  # the step before this one raised an error
-            self._sharded_step.end()
+        self._sharded_step.recover()
         self._state.outdate()
         done = self._stepping is None and id(optimizer) in self._stepped_in_backward
         if done:
@@ -173,6 +184,8 @@ class ZeroOverlapHook(CommHook):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._sharded_step.end()
         self._gather.start(sorted(self._stepped, key=lambda p: self._order[id(p)]))
+        if not self.options.overlap:
+            self.synchronize()
         if self._stepping is None:
             self._stepped_in_backward.discard(id(optimizer))
 

@@ -8,6 +8,7 @@ part. A checkpoint therefore does not depend on how many ranks wrote it, or whet
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,14 @@ import torch
 from ...config.errors import CompatibilityError
 from .sharding import Shards
 
+_divided_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[DividedState]] = weakref.WeakKeyDictionary()
+
 
 class DividedState:
     """The states of a model's optimizers."""
 
     def __init__(self, shards: Shards):
-        self._shards = shards
+        self.shards = shards
         self._ownership, self._comm = shards.ownership, shards.ownership.comm
         self._handles: list[Any] = []
         self._loading: dict[str, Any] | None = None
@@ -29,7 +32,15 @@ class DividedState:
         """By the optimizer's and the parameter's id; gathered, and not outdated by a step."""
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide what there is, and whatever is loaded later."""
+        """Divide what there is, and whatever is loaded later.
+
+        An optimizer may outlive the model that it was divided for. What is divided already is divided in the same way.
+        """
+        owners = _divided_by.setdefault(optimizer, [])
+        for former in [owner for owner in owners if owner.shards.overlaps(self.shards)]:
+            former.release()
+            owners.remove(former)
+        owners.append(self)
         self._handles += [
             optimizer.register_state_dict_post_hook(self._state_dict_of),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
@@ -48,12 +59,21 @@ class DividedState:
     def give_back(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Leave every rank with whole states; collective."""
         self.gather(optimizers, keep=True)
-        whole = [optimizer.state_dict() for optimizer in optimizers]
+        whole = self._whole
         self.outdate()
+        self.release()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if state := whole[id(optimizer)].get(id(parameter)):
+                        kept = {key: _as_torch_keeps(key, value, parameter, group) for key, value in state.items()}
+                        optimizer.state[parameter] = kept
+
+    def release(self) -> None:
+        """Let go of the optimizers."""
         for handle in self._handles:
             handle.remove()
-        for optimizer, state_dict in zip(optimizers, whole, strict=True):
-            optimizer.load_state_dict(state_dict)  # converts everything to the device and type that torch expects
+        self._handles = []
 
     # Dividing.
 
@@ -65,7 +85,7 @@ class DividedState:
         self.outdate()
         as_saved = self._as_saved(optimizer)
         for parameter, state in optimizer.state.items():
-            if parameter not in self._shards:
+            if parameter not in self.shards:
                 continue
             start, stop = self._ownership.range(parameter)
             for key, value in state.items():
@@ -73,7 +93,7 @@ class DividedState:
                     # torch has cast it to the parameter's type, which may be narrower than what it steps with.
                     value = as_saved.get(id(parameter), state).get(key, value)
                     part = value.detach().reshape(-1)[start:stop]
-                    dtype = self._shards.dtype(parameter) if value.is_floating_point() else value.dtype
+                    dtype = self.shards.dtype(parameter) if value.is_floating_point() else value.dtype
                     state[key] = part.to(device=state[key].device, dtype=dtype, copy=True)
 
     def _as_saved(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
@@ -92,7 +112,7 @@ class DividedState:
 
     def _gathered(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[int, dict[str, Any]]:
         """The state of every parameter with all its elements, on the CPU; empty where ``keep`` is False."""
-        parameters = [p for p in _parameters(optimizer) if p in self._shards]
+        parameters = [p for p in _parameters(optimizer) if p in self.shards]
         # A rank that owns nothing of a small parameter has no state for it, so the ranks tell each other what there is.
         own = [self._split(optimizer, p) for p in parameters]
         everyone = self._comm.gather_objects(own)
@@ -122,7 +142,7 @@ class DividedState:
     def _state_dict_of(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         parameters = _parameters(optimizer)
         if id(optimizer) not in self._whole:
-            if not any(p in self._shards and p in optimizer.state for p in parameters):
+            if not any(p in self.shards and p in optimizer.state for p in parameters):
                 return state_dict
             raise CompatibilityError(
                 "the optimizer's state is divided among the ranks, and state_dict() on one rank cannot gather it; call "
@@ -131,15 +151,22 @@ class DividedState:
         whole = self._whole[id(optimizer)]
         state = dict(state_dict["state"])
         for index, parameter in enumerate(parameters):
-            if id(parameter) in whole:
-                state.pop(index, None)
-                if whole[id(parameter)]:
-                    state[index] = whole[id(parameter)]
+            if whole.get(id(parameter)):  # a rank that did not keep the whole state shows, and can load, its own part
+                state[index] = whole[id(parameter)]
         return {**state_dict, "state": dict(sorted(state.items()))}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _as_torch_keeps(key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
+    """A value of a whole state on the device and in the type that ``load_state_dict`` would give it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if key == "step":
+        return value.to(parameter.device) if group.get("capturable") or group.get("fused") else value
+    return value.to(device=parameter.device, dtype=parameter.dtype if value.is_floating_point() else value.dtype)
 
 
 def _is_whole(key: str, value: Any, parameter: torch.Tensor) -> bool:

@@ -38,6 +38,10 @@ class ZeroOverlapOptions(HookOptions):
     shard_buckets: bool = option(
         True, "true: even slices of every parameter; false: each parameter on one rank, as torch does by default."
     )
+    overlap: bool = option(
+        True,
+        "Gather parameters in the background; false waits in optimizer.step(), for scripts that keep references to them.",
+    )
     wire_dtype: str | None = wire_dtype_option(
         "Type in which gradients and parameters travel: fp16 or bf16; owners keep masters in full precision."
     )

@@ -158,6 +158,10 @@ class Shards:
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._known
 
+    def overlaps(self, other: Shards) -> bool:
+        """Whether some parameter is in both."""
+        return not self._known.isdisjoint(other._known)
+
     def dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """The type in which the optimizer steps."""
         if self._wire_dtype is None:

@@ -25,10 +25,22 @@ class ShardedStep:
         self._optimizer: torch.optim.Optimizer | None = None
         self._swapped: list[tuple[dict, list[torch.Tensor]]] = []
 
-    @property
-    def open(self) -> bool:
-        """Whether an optimizer holds owned parts now."""
-        return self._optimizer is not None
+    def recover(self) -> None:
+        """After a step that raised an error: give the optimizer its own parameters back.
+
+        If its gradients were cleared meanwhile, those of the parts were.
+        """
+        if self._optimizer is None:
+            return
+        ours = [p for _, parameters in self._swapped for p in parameters if p in self._shards and p.grad is not None]
+        parts = [part for group, _ in self._swapped for part in group["params"] if part not in self._shards]
+        if parts and all(part.grad is None for part in parts):
+            for parameter in ours:
+                parameter.grad = None
+        elif parts and not any(part.grad is not None and bool(part.grad.any()) for part in parts):
+            for parameter in ours:
+                parameter.grad.zero_()  # type: ignore[union-attr]
+        self.end()
 
     def begin(
         self, optimizer: torch.optim.Optimizer, gradient_of: GradientOf, *, keep_strangers: bool
