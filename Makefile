@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-slow test-slow-again lint bench clean
+.PHONY: install demo test test-slow test-slow-again combination clients lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,16 @@ test-slow: $(READY)
 # Only the slow tests that failed last time.
 test-slow-again: $(READY)
 	$(BIN)/python -m pytest -m slow --last-failed --last-failed-no-failures none
+
+# One case of tests/combinations again, or all cases of another seed: `make combination SEED=0 CASE=17`.
+SEED ?= 0
+combination: $(READY)
+	cd tests && ../$(BIN)/python -m combinations --seed $(SEED) $(if $(CASE),--case $(CASE))
+
+# Other people's training loops with every hook; writes the table in docs/compatibility.md.
+clients: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[clients]"
+	cd tests && ../$(BIN)/python -m clients ../docs/compatibility.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""Other people's training loops, run unchanged, with a hook and without."""
