@@ -117,7 +117,15 @@ def _bystanders(rank, world_size, name):
     calibration.step(closure)
     installation.uninstall()
     logging.getLogger("accel_commhooks").removeHandler(handler)
-    return steps, float(temperature.detach()), [r for r in records if "not in DistributedDataParallel" in r]
+    return (
+        steps,
+        float(temperature.detach()),
+        [
+            r
+            for r in records
+            if r.startswith(f"hook '{name}' does nothing for a model that is being trained on 2 processes")
+        ],
+    )
 
 
 @every_hook
