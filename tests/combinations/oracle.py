@@ -23,6 +23,11 @@ def judge(pool, case: Case, plant: str | None = None) -> tuple[str, list[str]]:
     problems = ["it should have been refused"] if refused(case) else []
     problems += [problem for record in records for problem in _alone(case, record)]
     problems += _together(records)
+    if case["event"] == "resume":
+        uninterrupted = pool.run(run, 2, {**case, "event": "save"}, True, plant)
+        off = max(distance(mine.weights, other.weights) for mine, other in zip(records, uninterrupted, strict=True))
+        if not off <= TOLERANCE:
+            problems.append(f"resumed, it is {off:.1e} away from the run that was not interrupted")
     if case["hook"] not in EXACT:
         return "trained", problems
     plain = pool.run(run, 2, case, False)[0]

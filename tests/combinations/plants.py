@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 from accel_commhooks.attachment.step import StepClock
+from accel_commhooks.hooks.local_sgd.moments import Moments
 from accel_commhooks.hooks.local_sgd.replicas import Replicas
 from accel_commhooks.hooks.powersgd.stages import LowRankHook
 
@@ -35,6 +36,10 @@ def _loaded_weights_are_not_noticed():
     return patch.object(Replicas, "weights_loaded", lambda replicas: None)
 
 
+def _own_moments_are_not_restored():
+    return patch.object(Moments, "load_state_dict", lambda moments, kept: None)
+
+
 @contextlib.contextmanager
 def _hook_before_the_closure() -> Iterator[None]:
     real = StepClock.before_step
@@ -51,5 +56,6 @@ PLANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "the first optimizer ends the step": _first_optimizer_ends_the_step,
     "discarded gradients stay in the residual": _discarded_gradients_stay,
     "loaded weights are not noticed": _loaded_weights_are_not_noticed,
+    "a rank's own moments are not restored": _own_moments_are_not_restored,
     "the hook acts before the closure": _hook_before_the_closure,
 }

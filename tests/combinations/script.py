@@ -329,6 +329,9 @@ class Script:
         kind = self.case["event"]
         if kind == "resume":
             self.resume()
+        elif kind == "save" and self.handle is not None:
+            self.handle.open_consensus()
+            self.handle.prepare_save()
         elif kind == "rollback":
             self.rollback()
         elif kind == "detach and attach" and self.handle is not None:

@@ -75,6 +75,7 @@ SEEN_IN = {
     "the first optimizer ends the step": {"hook": "local", "optimizer": "two optimizers", "precision": "float32"},
     "discarded gradients stay in the residual": {"hook": "powersgd", "loop": "discards"},
     "loaded weights are not noticed": {"hook": "local overlap", "event": "weights loaded"},
+    "a rank's own moments are not restored": {"hook": "local", "event": "resume"},
     "the hook acts before the closure": {"hook": "zero", "loop": "closure"},
 }
 PLAIN = {

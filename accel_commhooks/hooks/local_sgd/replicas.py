@@ -52,6 +52,8 @@ class Replicas:
         self._due: int | None = None
         self._local: dict[str, torch.Tensor] = {}
         self._pending_state: dict[str, Any] = {}
+        self._own_moments: dict[str, Any] = {}
+        """Of a loaded state, until the optimizers are known, which may be after the first forward."""
         self._to_resend = False
         self._rebase = False
         """Whether weights were replaced, so that ranks have no anchor in common until they have averaged once."""
@@ -60,13 +62,16 @@ class Replicas:
     # One step.
 
     def restore_own(self) -> None:
-        """Apply a loaded state: weights and moments of this rank's own. Before a forward; nothing is communicated."""
+        """Apply a loaded state: weights of this rank's own. Before a forward; nothing is communicated."""
         if self._pending_state:
             self._apply_state()
 
     def prepare(self, *, local: bool) -> None:
         """A backward begins: take anchors where ``local`` steps begin, go on with a change that was under way."""
         self.restore_own()
+        if self._own_moments:
+            self.moments.load_state_dict(self._own_moments)
+            self._own_moments = {}
         if self._to_resend:
             self._to_resend = False
             self._changes.resend(self._parameters())
@@ -215,7 +220,7 @@ class Replicas:
         if self._local:
             state["own"]["weights"] = {name: tensor.clone() for name, tensor in self._local.items()}
         if self.moments.differ:
-            state["own"]["moments"] = self.moments.state_dict()
+            state["own"]["moments"] = self._own_moments or self.moments.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,7 +240,7 @@ class Replicas:
                 target_tensor = parameters.get(name, buffers.get(name))
                 if target_tensor is not None:
                     target_tensor.copy_(own)
-        self.moments.load_state_dict(state["own"].get("moments", {}))
+        self._own_moments = state["own"].get("moments", {})
         self.moments.differ = "moments" in state["own"]
         self._due = state["due"]
         self._rebase = self.options.averages_changes() and self.diverged and not self._changes.anchor
