@@ -72,7 +72,7 @@ class BackwardWatch:
 
     def _begin(self) -> None:
         self._under_way = True
-        seams.at_end_of_backward(self._end)
+        seams.at_very_end_of_backward(self._end)
         self._begins()
 
     def _end(self) -> None:

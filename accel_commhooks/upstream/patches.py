@@ -49,7 +49,7 @@ class GradScalerWatch:
 
     def _backward_through(self, scaler: weakref.ref[torch.amp.GradScaler], gradient: torch.Tensor) -> None:
         self._scaling = scaler()
-        seams.at_end_of_backward(self.forget)
+        seams.at_very_end_of_backward(self.forget)
 
     def forget(self) -> None:
         """No backward is under way."""

@@ -59,6 +59,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def at_very_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run a function after everything that is queued for the end of this backward, such as what DDP puts off until then.
+
+    A callback that is queued by a callback comes after those that were there already.
+    """
+    at_end_of_backward(lambda: at_end_of_backward(callback))
+
+
 def sparse_nbytes(tensor: torch.Tensor) -> int:
     """Size of a sparse tensor's indices and values (``_indices``, ``_values``: the public ones need a sorted copy)."""
     return tensor._indices().nbytes + tensor._values().nbytes

@@ -88,14 +88,20 @@ class Moments:
         return kept
 
     def load_state_dict(self, kept: dict[str, dict[str, Any]]) -> None:
-        """Put this rank's own state over what the optimizers have loaded."""
-        for parameter, name in self._names.items():
-            for optimizer in self._optimizers:
-                if name in kept and parameter in optimizer.state:
-                    state = optimizer.state[parameter]
-                    state.update(
-                        {k: v.to(state[k]) if isinstance(v, torch.Tensor) else v for k, v in kept[name].items()}
-                    )
+        """Put this rank's own state in the place of what the optimizers have loaded, which is another rank's."""
+        for optimizer in self._optimizers:
+            for parameter in [p for group in optimizer.param_groups for p in group["params"] if p in self._names]:
+                own = kept.get(self._names[parameter])
+                if own is None:
+                    optimizer.state.pop(parameter, None)
+                    continue
+                state = optimizer.state[parameter]
+                for key, value in own.items():
+                    if key in state and isinstance(value, torch.Tensor):
+                        value = value.to(state[key])
+                    elif _is_moment(key, value, parameter):
+                        value = value.to(parameter.device)
+                    state[key] = value
 
 
 def _moment_names(optimizer: torch.optim.Optimizer) -> set[str]:

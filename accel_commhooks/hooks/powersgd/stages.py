@@ -262,11 +262,17 @@ class LowRankHook(QueueHook):
     # Checkpoints.
 
     def state_dict(self) -> State:
-        return {**super().state_dict(), "compressed_steps": self._compressed_steps, **self._memory.state_dict()}
+        return {
+            **super().state_dict(),
+            "compressed_steps": self._compressed_steps,
+            "discards": self._memory.keeps_copies,
+            **self._memory.state_dict(),
+        }
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self._compressed_steps = state["compressed_steps"]
+        self._memory.keeps_copies = state.get("discards", False)
         self._memory.load_state_dict({kind: state[kind] for kind in ("q", "p", "error")})
         self._units.clear()
 

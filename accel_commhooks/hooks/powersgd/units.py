@@ -197,7 +197,8 @@ class Memory:
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, torch.Tensor]] = {"q": {}, "p": {}, "error": {}}
-        self._keeps_copies = False
+        self.keeps_copies = False
+        """Whether gradients have been discarded before."""
         self._changed: dict[int, Unit] = {}
         """Units whose residuals have changed since the last step, by id."""
         self._before: dict[int, list[torch.Tensor]] = {}
@@ -208,7 +209,7 @@ class Memory:
         if id(unit) in self._changed:
             return
         self._changed[id(unit)] = unit
-        if self._keeps_copies:
+        if self.keeps_copies:
             errors = unit.errors()
             if id(unit) not in self._before or len(self._before[id(unit)]) != len(errors):
                 self._before[id(unit)] = [torch.empty_like(error) for error in errors]
@@ -229,7 +230,7 @@ class Memory:
             copies = self._before.get(id(unit)) or [error.new_zeros(()) for error in errors]
             for error, copy in zip(errors, copies, strict=True):
                 error.copy_(copy if kept is None else torch.where(kept, error, copy))
-        self._keeps_copies = True
+        self.keeps_copies = True
         if kept is None:
             self._changed = {}
 

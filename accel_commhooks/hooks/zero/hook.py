@@ -157,7 +157,7 @@ class ZeroOverlapHook(CommHook):
         for taken in queue:
             taken.deliver()
         # DDP writes the gradients in an end-of-backward call that is queued after this one: queue another.
-        seams.at_end_of_backward(lambda: seams.at_end_of_backward(self._end_backward))
+        seams.at_very_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         """DDP has written the gradients, but for those of parameters that no rank used."""
