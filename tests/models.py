@@ -25,6 +25,22 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
+class PlantedFailure(Exception):
+    """Of a test, to be caught by it."""
+
+
+class FailingBackward(torch.autograd.Function):
+    """Does nothing in forward; its backward raises a :class:`PlantedFailure`."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise PlantedFailure
+
+
 def make_ddp(model: nn.Module | None = None, *, seed: int = 0, **ddp) -> DistributedDataParallel:
     torch.manual_seed(seed)
     ddp.setdefault("bucket_cap_mb", 0.004)

@@ -96,7 +96,7 @@ def test_two_devices_are_refused(pool, name):
     assert all("parameters on one device" in text for text in pool.run(_two_devices, 2, name))
 
 
-def _captured(rank, world_size, monkeypatch_name):
+def _captured(rank, world_size):
     ddp = make_ddp()
     attach(ddp, "powersgd", **HOOKS["powersgd"])
     loss = loss_of(ddp, rank, 0)
@@ -107,7 +107,7 @@ def _captured(rank, world_size, monkeypatch_name):
 
 
 def test_capturing_a_cuda_graph_is_refused(pool):
-    assert all("a CUDA graph is being captured" in text for text in pool.run(_captured, 2, None))
+    assert all("a CUDA graph is being captured" in text for text in pool.run(_captured, 2))
 
 
 def _lbfgs(rank, world_size, name):

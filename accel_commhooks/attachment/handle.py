@@ -171,6 +171,7 @@ class Attachment:
 
     def prepare_save(self) -> None:
         """Gather state that is divided among the ranks, so that a single rank can save it. Every rank calls it."""
+        gc.collect()  # the ranks gather the state of the same optimizers: of those that are in use
         with self._window.outside_of_steps():
             self.hook.prepare_save()
 
@@ -199,6 +200,7 @@ class Attachment:
         """Detach wherever the step stands: the model has got another DDP wrapper."""
         if self.slot.attachment is not self:
             return
+        gc.collect()  # as in prepare_save()
         with self._window.outside_of_steps():
             self.clock.close_consensus()
             self.hook.close()

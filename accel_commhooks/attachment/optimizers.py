@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from ..upstream import seams
-from ..upstream.callbacks import Listeners
+from ..upstream.callbacks import WeakList
 
 BeforeStep = Callable[[torch.optim.Optimizer, Any, Any], Any]
 """Of an optimizer, its arguments and its keywords; returns None, or others to call it with."""
@@ -31,14 +31,10 @@ class ModelOptimizers:
     def __init__(self, parameters: Iterable[torch.Tensor], found: Callable[[list[torch.optim.Optimizer]], None]):
         self._place = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._found = found
-        self._references: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._ours = WeakList()
+        """A script may replace its optimizer."""
         self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizers of others, and how many groups they had when they were looked at."""
-
-    @property
-    def _ours(self) -> list[torch.optim.Optimizer]:
-        """Those that are still alive: a script may replace its optimizer."""
-        return [optimizer for reference in self._references if (optimizer := reference()) is not None]
 
     def __len__(self) -> int:
         return len(self._ours)
@@ -49,7 +45,7 @@ class ModelOptimizers:
     def bind(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Set the model's optimizers, and report them to the hook, in the same order on every rank."""
         ordered = sorted(optimizers, key=self._places)
-        self._references = [weakref.ref(optimizer) for optimizer in ordered]
+        self._ours = WeakList(ordered)
         self._found(ordered)
 
     def _places(self, optimizer: torch.optim.Optimizer) -> list[int]:
@@ -83,7 +79,7 @@ class StepWatch:
     """
 
     def __init__(self) -> None:
-        self.listeners = Listeners()
+        self.listeners = WeakList()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 

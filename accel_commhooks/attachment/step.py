@@ -136,10 +136,10 @@ class StepClock:
         self._open = True
 
     def _backward_begins(self) -> None:
-        self._backward_seen = True
         self._attachment.loss_scale.note()
         if self._open:
             self._settle_previous()
+        self._backward_seen = True
         if self._hook.needs_optimizer and not self.optimizers:
             self.optimizers.search(self._parameters)
         self._hook.begin_backward()

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
-class Listeners:
-    """Objects to be told of something, as long as they live, in the order in which they were added.
+class WeakList:
+    """Objects in the order in which they were added, each as long as it lives.
 
-    The order is the same on every rank, as what they do may be collective. A WeakSet has another one on every rank.
+    A WeakSet has another order on every rank, and what is done with its members may be collective.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: Iterable[Any] = ()) -> None:
         self._references: dict[int, weakref.ref[Any]] = {}
+        for member in members:
+            self.add(member)
 
-    def add(self, listener: Any) -> None:
-        key = id(listener)
-        self._references[key] = weakref.ref(listener, lambda _: self._references.pop(key, None))
+    def add(self, member: Any) -> None:
+        key = id(member)
+        self._references[key] = weakref.ref(member, lambda _: self._references.pop(key, None))
 
-    def discard(self, listener: Any) -> None:
-        self._references.pop(id(listener), None)
+    def discard(self, member: Any) -> None:
+        self._references.pop(id(member), None)
 
     def __len__(self) -> int:
         return len(self._references)
 
     def __iter__(self) -> Iterator[Any]:
         for reference in list(self._references.values()):
-            if (listener := reference()) is not None:
-                yield listener
+            if (member := reference()) is not None:
+                yield member
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:

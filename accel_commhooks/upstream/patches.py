@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import seams
-from .callbacks import Listeners
+from .callbacks import WeakList
 
 
 class GradScalerWatch:
@@ -26,7 +26,7 @@ class GradScalerWatch:
 
     def __init__(self) -> None:
         self._scaling: torch.amp.GradScaler | None = None
-        self.listeners = Listeners()
+        self.listeners = WeakList()
         _replace(torch.amp.GradScaler, "scale", self._scale)
         _replace(torch.amp.GradScaler, "step", self._step)
 
@@ -68,7 +68,7 @@ class LoadWatch:
     """
 
     def __init__(self) -> None:
-        self.listeners = Listeners()
+        self.listeners = WeakList()
         _replace(torch.nn.Module, "load_state_dict", self._load)
 
     def _load(self, original: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -32,10 +32,8 @@ def main() -> int:
             outcomes[outcome] += 1
             failed += bool(problems)
             if problems or arguments.case is not None:
-                print(
-                    f"case {number}: {json.dumps(cases[number], indent=2)}\n{outcome} {problems or 'fine'}", flush=True
-                )
-                print(*problems, sep="\n")
+                print(f"case {number}: {json.dumps(cases[number], indent=2)}\n{outcome}")
+                print(*(problems or ["fine"]), sep="\n", flush=True)
     finally:
         pool.stop()
     covered = {pair for number in numbers for pair in pairs_of(cases[number])}

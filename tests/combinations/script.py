@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import batch, distance, two_groups, weights
+from models import FailingBackward, PlantedFailure, batch, distance, two_groups, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -58,10 +58,6 @@ class Record:
     """Whether weights that were loaded stayed as they were."""
 
 
-class PlantedFailure(Exception):
-    pass
-
-
 class Interrupt(BaseException):
     """As KeyboardInterrupt, which is no Exception."""
 
@@ -71,16 +67,6 @@ class Subclassed(torch.optim.AdamW):
 
     def step(self, closure=None):
         return super().step(closure)
-
-
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise PlantedFailure
 
 
 def run(rank: int, world_size: int, case: Case, hooked: bool, plant: str | None = None) -> Record:
@@ -228,7 +214,7 @@ class Script:
             self.feedback.discarded()
         if loop == "failing backwards" and step % 3 == 1:
             with contextlib.suppress(PlantedFailure):
-                self.backward(_Fails.apply(self.loss(step, 60)))
+                self.backward(FailingBackward.apply(self.loss(step, 60)))
             self.zero_grad()
         if loop == "interrupted forwards" and step % 3 == 1:
             handle = self.ddp.module.register_forward_pre_hook(_interrupt)

@@ -17,6 +17,7 @@ class Moments:
     def __init__(self, comm: Communicator, names: dict[torch.Tensor, str]):
         self._comm, self._names = comm, names
         self._optimizers: list[torch.optim.Optimizer] = []
+        """Held, so that ranks average the state of the same ones, whenever their garbage collectors run."""
         self._keys: list[list[str]] = []
         """Names of the moments of each optimizer, the same on every rank."""
         self.differ = False

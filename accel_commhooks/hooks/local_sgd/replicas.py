@@ -67,7 +67,7 @@ class Replicas:
             self._apply_state()
 
     def prepare(self, *, local: bool) -> None:
-        """A backward begins: take anchors where ``local`` steps begin, go on with a change that was under way."""
+        """A backward or a step begins: take anchors where ``local`` steps begin, go on with a change that was under way."""
         self.restore_own()
         if self._own_moments:
             self.moments.load_state_dict(self._own_moments)

@@ -103,7 +103,7 @@ class DeliveredGradients:
         ]
 
     def watch_for_more(self) -> None:
-        """A backward begins: make room if it adds to gradients that are still there.
+        """Make room if the next backward, or one that has just begun, adds to gradients that are still there.
 
         It may be ``torch.autograd.grad``, which adds nothing, so nothing is prepared until a parameter's gradient arrives.
         """

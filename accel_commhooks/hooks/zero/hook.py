@@ -8,7 +8,6 @@ in the background, and a parameter is waited for when it is read (gathering.py).
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +19,7 @@ from ...comm.wire import wire_dtype_named
 from ...config.errors import CompatibilityError
 from ...config.registry import register_hook
 from ...upstream import seams
+from ...upstream.callbacks import WeakList
 from ..base import CommHook, HookContext, State
 from .cost import zero_overlap_cost
 from .delivery import BucketInFlight, DeliveredGradients, Parts, share_norms
@@ -58,7 +58,7 @@ class ZeroOverlapHook(CommHook):
         self._sharded_step = ShardedStep(self._shards)
         self._gather = ParameterGather(self._shards, context.module, wire_dtype)
         self._queue: list[BucketInFlight] = []
-        self._bound: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._optimizers = WeakList()
         self._stepped: list[torch.Tensor] = []
         # Which parameters no rank used is only known when backward is over.
         self._interleaves = options.step == "interleaved" and not context.finds_unused
@@ -83,12 +83,7 @@ class ZeroOverlapHook(CommHook):
         for optimizer in optimizers:
             if not any(optimizer is known for known in self._optimizers):
                 self._state.take_over(optimizer)
-        self._bound = [weakref.ref(optimizer) for optimizer in optimizers]
-
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that are still alive."""
-        return [optimizer for reference in self._bound if (optimizer := reference()) is not None]
+        self._optimizers = WeakList(optimizers)
 
     def _refuse_unless_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,11 +52,11 @@ class DividedState:
         """Forget what was gathered: a step has changed it."""
         self._whole = {}
 
-    def gather(self, optimizers: Sequence[torch.optim.Optimizer], *, keep: bool) -> None:
+    def gather(self, optimizers: Iterable[torch.optim.Optimizer], *, keep: bool) -> None:
         """Put the whole states together where ``keep`` is True; collective, one tensor in flight at a time."""
         self._whole = {id(optimizer): self._gathered(optimizer, keep=keep) for optimizer in optimizers}
 
-    def give_back(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def give_back(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Leave every rank with whole states; collective."""
         self.gather(optimizers, keep=True)
         whole = self._whole
