@@ -8,15 +8,14 @@ here.
 from .attachment.handle import Attachment, attach
 from .attachment.slot import attachment_of
 from .config.config import CommHookConfig
-from .config.errors import CommHookError, CompatibilityError, ConfigError
+from .config.errors import CommHookError, CompatibilityError, ConfigError, DisagreementError, LostRankError
 from .config.options import HookOptions, option
 from .config.registry import available_hooks, get_hook, register_hook
+from .config.version import __version__
 from .hooks.base import CommHook
 from .hooks.local_sgd.averagers import HierarchicalModelAverager, PeriodicModelAverager
 from .ways_in.accelerate_kwargs import CommHookKwargs
 from .ways_in.install import install
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Attachment",
@@ -26,9 +25,12 @@ __all__ = [
     "CommHookKwargs",
     "CompatibilityError",
     "ConfigError",
+    "DisagreementError",
     "HierarchicalModelAverager",
     "HookOptions",
+    "LostRankError",
     "PeriodicModelAverager",
+    "__version__",
     "attach",
     "attachment_of",
     "available_hooks",

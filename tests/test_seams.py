@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_commhooks import CommHookKwargs
 from accel_commhooks.upstream import patches, seams
+from accel_commhooks.upstream.live_objects import live_objects, optimizers_of
 
 
 def test_end_of_backward_comes_after_the_last_gradient():
@@ -105,8 +106,8 @@ def test_live_objects_are_found_and_wrappers_passed_over():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(optimizer)
-    assert seams.optimizers_of(model.parameters()) == [optimizer] and prepared.optimizer is optimizer
-    assert accelerator in seams.live_objects(Accelerator)
+    assert optimizers_of(model.parameters()) == [optimizer] and prepared.optimizer is optimizer
+    assert accelerator in live_objects(Accelerator)
 
 
 def test_accelerate_takes_our_handler_for_its_own():

@@ -151,6 +151,7 @@ def _copies(rank, world_size, name):
     averaged = AveragedModel(ddp)
     averaged.update_parameters(ddp)
     plain = make_ddp()
+    loss_of(plain, rank, 0)
     apart = [distance(weights(ddp), weights(other)) for other in (twin, loaded, averaged.module)]
     left = [
         (len(other._forward_hooks), len(other._forward_pre_hooks), "zero_grad" in vars(other))

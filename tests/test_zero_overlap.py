@@ -14,7 +14,7 @@ from models import Net, distance, loss_of, make_ddp, train, two_groups, weights
 from torch import nn
 
 from accel_commhooks import CompatibilityError, attach
-from accel_commhooks.upstream import seams
+from accel_commhooks.attachment import optimizers as model_optimizers
 
 # Attention's key bias has no gradient but rounding; Adam would make full steps of it.
 EPSILON = 1e-3
@@ -273,9 +273,9 @@ def test_parameters_that_no_rank_used_stay_as_they_are(pool, options):
 
 
 def _two_optimizers(rank, world_size, options):
-    found = seams.optimizers_of
+    found = model_optimizers.optimizers_of
     if rank == 1:
-        seams.optimizers_of = lambda parameters: found(parameters)[::-1]
+        model_optimizers.optimizers_of = lambda parameters: found(parameters)[::-1]
     runs, shapes = [], []
     for hooked in (False, True):
         ddp = make_ddp()
@@ -287,7 +287,7 @@ def _two_optimizers(rank, world_size, options):
                 optimizer.step()
             ddp.zero_grad()
         if handle is not None:
-            seams.optimizers_of = found
+            model_optimizers.optimizers_of = found
             handle.prepare_save()
             if rank == 0:
                 shapes = [s["exp_avg"].shape for s in optimizers[0].state_dict()["state"].values()]

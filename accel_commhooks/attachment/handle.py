@@ -15,12 +15,15 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachme
 
 from ..comm.collectives import Communicator
 from ..config.config import CommHookConfig
-from ..config.errors import CompatibilityError
+from ..config.errors import CommHookError, CompatibilityError
 from ..config.registry import get_hook
 from ..hooks.base import HookContext
 from ..hooks.plain import AllReduceHook, AllReduceOptions
 from ..upstream import seams
-from . import compatibility
+from ..upstream.callbacks import weak_method
+from ..upstream.live_objects import optimizers_of
+from . import agreement, compatibility, fingerprint
+from .consistency import Consistency
 from .discovery import DDPWatch
 from .loss_scale import LossScale
 from .metrics import MetricsWindow
@@ -42,7 +45,12 @@ def attach(
     ``hook`` is a name, a path, a mapping or a config; None reads the environment. The optimizer and the GradScaler are
     found automatically when they are not given.
     """
-    config = CommHookConfig.load(hook, **options)
+    try:
+        config = CommHookConfig.load(hook, **options)
+    except CommHookError as error:
+        if isinstance(model, DistributedDataParallel):
+            agreement.refuse(model, error.text)
+        raise
     ddp = compatibility.require_ddp(model, config.name)
     existing = attachment_of(ddp)
     if existing is not None:
@@ -99,8 +107,21 @@ class Attachment:
         self.config = config
         self._ddp = weakref.ref(ddp)
         options = config.build_options()
-        self.comm = Communicator(ddp.process_group, ranks_per_node=options.ranks_per_node)
         self.parameters = _reduced_parameters(ddp)
+        optimizers = [innermost_optimizer(optimizer)] if optimizer is not None else []
+
+        def describe(collect: bool) -> fingerprint.Fingerprint:
+            known = optimizers or optimizers_of(self.parameters, collect=collect)
+            return {
+                **fingerprint.of_options(config.name, options),
+                **fingerprint.of_model(ddp, self.parameters),
+                **fingerprint.of_optimizers(known),
+            }
+
+        agreed = agreement.agree(ddp, config.name, describe)
+        self.run = agreed.run
+        """A name for this run, the same on every rank."""
+        self.comm = Communicator(ddp.process_group, ranks_per_node=options.ranks_per_node, hosts=agreed.hosts)
         self.loss_scale = LossScale(grad_scaler)
         context = HookContext(
             comm=self.comm,
@@ -108,6 +129,7 @@ class Attachment:
             module=ddp.module,
             finds_unused=ddp.find_unused_parameters,
             loss_scale=self.loss_scale,
+            averaged=weak_method(self._averaged),
         )
         hook_class = get_hook(config.name)
         compatibility.refuse_model(ddp.module, hook_class)
@@ -116,11 +138,12 @@ class Attachment:
         with contextlib.ExitStack() as undo:  # a script may catch the error and go on with plain DDP
             undo.callback(self.comm.close)
             self.hook = hook_class(options, context)
+            self.consistency = Consistency(self)
             self._window = MetricsWindow(self)
             self.clock = StepClock(self)
             undo.callback(self.clock.stop)
-            if optimizer is not None:
-                self.clock.optimizers.bind([innermost_optimizer(optimizer)])
+            if optimizers:
+                self.clock.optimizers.bind(optimizers)
             self.slot.attachment = self
             undo.pop_all()
 
@@ -144,6 +167,9 @@ class Attachment:
     def metrics(self) -> dict[str, float]:
         """Communication figures, averaged over the steps since the previous call."""
         return self._window.read()
+
+    def _averaged(self, steps: int) -> None:
+        self.consistency.tick(steps)
 
     def count_step(self) -> None:
         """Count a finished step in the metrics. Called by the clock."""
@@ -173,6 +199,7 @@ class Attachment:
         """Gather state that is divided among the ranks, so that a single rank can save it. Every rank calls it."""
         gc.collect()  # the ranks gather the state of the same optimizers: of those that are in use
         with self._window.outside_of_steps():
+            self.consistency.check_now()
             self.hook.prepare_save()
 
     def state_dict(self) -> dict[str, Any]:

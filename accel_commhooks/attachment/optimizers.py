@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,  # noqa: TID251 - as above
 )
 
-from ..upstream import seams
 from ..upstream.callbacks import WeakList
+from ..upstream.live_objects import optimizers_of
 
 BeforeStep = Callable[[torch.optim.Optimizer, Any, Any], Any]
 """Of an optimizer, its arguments and its keywords; returns None, or others to call it with."""
@@ -56,7 +56,7 @@ class ModelOptimizers:
 
     def search(self, parameters: Iterable[torch.Tensor]) -> None:
         """Find them among all live optimizers, before one of them steps."""
-        self.bind(seams.optimizers_of(parameters))
+        self.bind(optimizers_of(parameters))
 
     def recognise(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer is one of the model's; if it was not known yet, it is bound."""

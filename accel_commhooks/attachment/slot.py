@@ -62,7 +62,7 @@ def _forward_to_slot(slot, bucket):  # no annotations: DDP compares them with it
     if attachment is None:
         return slot.plain.reduce(bucket)
     compatibility.refuse_graph_capture(attachment.hook.name)
-    attachment.clock.bucket_arrived()
+    attachment.clock.bucket_arrived(first=bucket.index() == 0)
     return attachment.hook.reduce(bucket)
 
 

@@ -63,6 +63,8 @@ class StepClock:
         """Whether gradients have arrived since the last step."""
         self._backward_seen = False
         """The same, even if DDP is not to reduce them (no_sync)."""
+        self._reduced = False
+        """Whether DDP has reduced some."""
         self._under_way: list[StepUnderWay] = []
         self._closures = 0
         self._stepped: list[torch.optim.Optimizer] = []
@@ -130,10 +132,12 @@ class StepClock:
 
     # Backwards.
 
-    def bucket_arrived(self) -> None:
+    def bucket_arrived(self, *, first: bool) -> None:
         """DDP hands over a bucket."""
         self._backward.bucket_arrived()
-        self._open = True
+        self._open = self._reduced = True
+        if first and self._hook.reduces_this_step():
+            self._attachment.consistency.tick()
 
     def _backward_begins(self) -> None:
         self._attachment.loss_scale.note()
@@ -246,10 +250,12 @@ class StepClock:
         return all(id(p) in stepped for p in self._parameters if p.requires_grad and id(p) in held)
 
     def _finish_step(self, *, weights_in_use: bool = False) -> None:
-        self._open, self._backward_seen, self._stepped = False, False, []
+        reduced = self._hook.reduces_this_step()
+        if reduced and self._backward_seen and not self._reduced:
+            self._attachment.consistency.excused = True
+        self._open, self._backward_seen, self._reduced, self._stepped = False, False, False, []
         for step in self._under_way:
             step.counted = True
-        reduced = self._hook.reduces_this_step()
         self._hook.step_done(weights_in_use=weights_in_use)
         self._begins_to_mute |= reduced and not self._hook.reduces_this_step()
         self._attachment.count_step()

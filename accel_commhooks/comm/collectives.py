@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..upstream import seams
+from ..upstream import groups, seams
+from .pending import Group, PendingCollective, lost_ranks_named
 from .topology import Topology, host_key
 from .traffic import Traffic
 from .wire import narrow
@@ -28,74 +28,35 @@ PIECE_BYTES = 2**18
 EXIT_SECONDS = 0.25
 
 
-@dataclass(frozen=True)
-class Group:
-    """Some ranks of a communicator. ``process_group`` is None for a group of one, which never communicates."""
-
-    ranks: tuple[int, ...]
-    index: int
-    process_group: dist.ProcessGroup | None
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
-class PendingResult(Protocol):
-    """Communication under way whose result can be waited for."""
-
-    def wait(self) -> object: ...
-
-
-class PendingCollective:
-    """A collective under way. Keeps its tensors alive; ``wait()`` returns the result and may be called again."""
-
-    def __init__(
-        self,
-        result: torch.Tensor,
-        works: Sequence[dist.Work],
-        traffic: Traffic,
-        finish: Callable[[], object] | None = None,
-        keep: Sequence[torch.Tensor] = (),
-    ):
-        self._result, self._works, self._traffic, self._finish, self._keep = result, works, traffic, finish, keep
-
-    def wait(self) -> torch.Tensor:
-        if self._works:
-            start = time.perf_counter()
-            for work in self._works:
-                work.wait()
-            self._traffic.waited += time.perf_counter() - start
-            self._works = ()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-        self._keep = ()
-        return self._result
-
-
 class Communicator:
     """Counted, ordered collectives over one process group."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, ranks_per_node: int | None = None):
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        hosts: Sequence[str] | None = None,
+    ):
+        """``hosts`` are the ranks' host keys, where they have been told already."""
         process_group = process_group if process_group is not None else dist.group.WORLD
         assert process_group is not None
         self._process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self.backend = dist.get_backend(process_group)
-        self.topology = self._find_topology(ranks_per_node)
-        self.traffic = Traffic(self.rank, self.topology)
         self.everyone = Group(tuple(range(self.size)), self.rank, process_group)
+        self.topology = self._find_topology(ranks_per_node, hosts)
+        self.traffic = Traffic(self.rank, self.topology)
         self._subgroups: list[dist.ProcessGroup] = []
         if self.backend == "gloo":
             atexit.unregister(_let_gloo_finish)  # once is enough
             atexit.register(_let_gloo_finish)
 
-    def _find_topology(self, ranks_per_node: int | None) -> Topology:
+    def _find_topology(self, ranks_per_node: int | None, hosts: Sequence[str] | None) -> Topology:
         if ranks_per_node is not None:
             return Topology.even(self.size, ranks_per_node)
-        return Topology.from_keys(self.gather_objects(host_key()))
+        return Topology.from_keys(hosts if hosts is not None else self.gather_objects(host_key()))
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
         """This rank's group of a partition of the ranks. Every rank calls it, with the same partition."""
@@ -105,7 +66,13 @@ class Communicator:
             handle = None
             if len(ranks) > 1:
                 members = [dist.get_global_rank(self._process_group, rank) for rank in ranks]
-                handle = dist.new_group(members, backend=self.backend, use_local_synchronization=subset)
+                # Without a timeout torch takes its own default, and not that of the user's group.
+                handle = dist.new_group(
+                    members,
+                    timeout=groups.timeout_of(self._process_group),
+                    backend=self.backend,
+                    use_local_synchronization=subset,
+                )
             if self.rank in ranks:
                 mine = Group(tuple(ranks), list(ranks).index(self.rank), handle)
                 if handle is not None:
@@ -132,7 +99,7 @@ class Communicator:
         """Sum or mean over the group, in place."""
         group = group or self.everyone
         if group.size == 1:
-            return PendingCollective(tensor, (), self.traffic)
+            return PendingCollective(tensor, (), group, self.traffic)
         if mean:
             tensor.div_(group.size)
         buffer = narrow(tensor, wire_dtype)
@@ -140,9 +107,20 @@ class Communicator:
             self.traffic.count_all_gather(group.ranks, seams.sparse_nbytes(buffer))
         else:
             self.traffic.count_all_reduce(group.ranks, buffer.nbytes)
-        work = dist.all_reduce(buffer, group=group.process_group, async_op=True)
+        with lost_ranks_named(group):
+            work = dist.all_reduce(buffer, group=group.process_group, async_op=True)
         finish = None if buffer is tensor else lambda: tensor.copy_(buffer)
-        return PendingCollective(tensor, [work], self.traffic, finish, keep=(buffer,))
+        return PendingCollective(tensor, [work], group, self.traffic, finish, keep=(buffer,))
+
+    def maximum(self, tensor: torch.Tensor) -> PendingCollective:
+        """The largest value on any rank, in place."""
+        group = self.everyone
+        if self.size == 1:
+            return PendingCollective(tensor, (), group, self.traffic)
+        self.traffic.count_all_reduce(group.ranks, tensor.nbytes)
+        with lost_ranks_named(group):
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._process_group, async_op=True)
+        return PendingCollective(tensor, [work], group, self.traffic)
 
     def reduce_scatter(
         self,
@@ -156,7 +134,7 @@ class Communicator:
         """``out`` becomes this rank's row of the sum (or mean) of everyone's ``chunks``, of shape [size, n]."""
         group = group or self.everyone
         if group.size == 1:
-            return PendingCollective(out.copy_(chunks.view_as(out)), (), self.traffic)
+            return PendingCollective(out.copy_(chunks.view_as(out)), (), group, self.traffic)
         if mean:
             chunks.div_(group.size)
         buffer = narrow(chunks, wire_dtype)
@@ -164,20 +142,22 @@ class Communicator:
             return self._reduce_scatter_directly(out, buffer.view(group.size, -1), group)
         self.traffic.count_reduce_scatter(group.ranks, buffer.nbytes)
         target = out if buffer.dtype == out.dtype else torch.empty_like(out, dtype=buffer.dtype)
-        work = dist.reduce_scatter_tensor(target, buffer, group=group.process_group, async_op=True)
+        with lost_ranks_named(group):
+            work = dist.reduce_scatter_tensor(target, buffer, group=group.process_group, async_op=True)
         finish_copy = None if target is out else lambda: out.copy_(target)
-        return PendingCollective(out, [work], self.traffic, finish_copy, keep=(buffer, target))
+        return PendingCollective(out, [work], group, self.traffic, finish_copy, keep=(buffer, target))
 
     def all_gather(self, out: torch.Tensor, chunk: torch.Tensor, *, group: Group | None = None) -> PendingCollective:
         """``out`` becomes everyone's ``chunk``, one after the other."""
         group = group or self.everyone
         if group.size == 1:
-            return PendingCollective(out.copy_(chunk.view_as(out)), (), self.traffic)
+            return PendingCollective(out.copy_(chunk.view_as(out)), (), group, self.traffic)
         self.traffic.count_all_gather(group.ranks, chunk.nbytes)
         if self.backend == "gloo":
             return self._all_gather_in_pieces(out, chunk.view(-1), group)
-        work = _all_gather(out, chunk, group=group.process_group, async_op=True)
-        return PendingCollective(out, [work], self.traffic, keep=(chunk,))
+        with lost_ranks_named(group):
+            work = _all_gather(out, chunk, group=group.process_group, async_op=True)
+        return PendingCollective(out, [work], group, self.traffic, keep=(chunk,))
 
     # Gloo sends a large message in one direction at a time; many small ones under way at once use both directions of a
     # link. On a shaped 200 Mbit/s link, 14.7 MB each way take 0.80 s in pieces of 4 MB, 0.65 s in pieces of half a megabyte
@@ -192,14 +172,17 @@ class Communicator:
         for start, piece in _pieces(rows):
             place = slice(start * group.size, start * group.size + piece.numel())
             sent[place].view_as(piece).copy_(piece)
-            works.append(dist.all_to_all_single(received[place], sent[place], group=group.process_group, async_op=True))
+            with lost_ranks_named(group):
+                works.append(
+                    dist.all_to_all_single(received[place], sent[place], group=group.process_group, async_op=True)
+                )
             pieces.append((start, received[place].view_as(piece)))
 
         def finish() -> None:
             for start, piece in pieces:
                 torch.sum(piece, 0, dtype=out.dtype, out=out.view(-1)[start : start + piece.shape[1]])
 
-        return PendingCollective(out, works, self.traffic, finish, keep=(sent, received))
+        return PendingCollective(out, works, group, self.traffic, finish, keep=(sent, received))
 
     def _all_gather_in_pieces(self, out: torch.Tensor, chunk: torch.Tensor, group: Group) -> PendingCollective:
         rows, received = out.view(group.size, -1), torch.empty_like(out).view(-1)
@@ -207,32 +190,34 @@ class Communicator:
         for start, target in _pieces(rows):
             place = slice(start * group.size, start * group.size + target.numel())
             own = chunk[start : start + target.shape[1]]
-            works.append(_all_gather(received[place], own, group=group.process_group, async_op=True))
+            with lost_ranks_named(group):
+                works.append(_all_gather(received[place], own, group=group.process_group, async_op=True))
             pieces.append((target, received[place].view_as(target)))
 
         def finish() -> None:
             for target, piece in pieces:
                 target.copy_(piece)
 
-        return PendingCollective(out, works, self.traffic, finish, keep=(chunk, received))
+        return PendingCollective(out, works, group, self.traffic, finish, keep=(chunk, received))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, group: Group | None = None) -> PendingCollective:
         """``tensor`` becomes that of the group's ``source``-th rank."""
         group = group or self.everyone
         if group.size == 1:
-            return PendingCollective(tensor, (), self.traffic)
+            return PendingCollective(tensor, (), group, self.traffic)
         self.traffic.count_broadcast(group.ranks, source, tensor.nbytes)
         global_source = dist.get_global_rank(self._process_group, group.ranks[source])
-        work = dist.broadcast(tensor, global_source, group=group.process_group, async_op=True)
-        return PendingCollective(tensor, [work], self.traffic)
+        with lost_ranks_named(group):
+            work = dist.broadcast(tensor, global_source, group=group.process_group, async_op=True)
+        return PendingCollective(tensor, [work], group, self.traffic)
 
     def reduce_to_owners(
         self, flat: torch.Tensor, sizes: Sequence[int], *, mean: bool = True, wire_dtype: torch.dtype | None = None
     ) -> PendingCollective:
         """The sum (or mean) of everyone's ``flat``, of which each rank gets its part: ``sizes[r]`` elements for rank r."""
-        own = flat.new_empty(sizes[self.rank])
+        own, group = flat.new_empty(sizes[self.rank]), self.everyone
         if self.size == 1:
-            return PendingCollective(own.copy_(flat), (), self.traffic)
+            return PendingCollective(own.copy_(flat), (), group, self.traffic)
         if mean:
             flat.div_(self.size)
         buffer = narrow(flat, wire_dtype)
@@ -240,12 +225,15 @@ class Communicator:
         nbytes_to = {other: size * buffer.element_size() for other, size in enumerate(sizes)}
         self.traffic.count_direct("reduce_to_owners", nbytes_to)
         splits = [own.numel()] * self.size
-        work = dist.all_to_all_single(received, buffer, splits, list(sizes), group=self._process_group, async_op=True)
+        with lost_ranks_named(self.everyone):
+            work = dist.all_to_all_single(
+                received, buffer, splits, list(sizes), group=self._process_group, async_op=True
+            )
 
         def finish() -> None:
             own.copy_(received.view(self.size, -1).sum(0, dtype=own.dtype))
 
-        return PendingCollective(own, [work], self.traffic, finish, keep=(buffer, received))
+        return PendingCollective(own, [work], group, self.traffic, finish, keep=(buffer, received))
 
     def all_ranks_true(self, value: bool) -> bool:
         """Whether the value is true on every rank. Synchronises with the host: for setup and checkpoints, never in a step."""
@@ -255,7 +243,8 @@ class Communicator:
         """Every rank's small Python object, by rank. For setup and checkpoints, never in a step."""
         gathered: list[Any] = [own] * self.size
         if self.size > 1:
-            dist.all_gather_object(gathered, own, group=self._process_group)
+            with lost_ranks_named(self.everyone):
+                dist.all_gather_object(gathered, own, group=self._process_group)
         return gathered
 
 

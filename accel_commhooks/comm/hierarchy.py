@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from .collectives import Communicator, PendingCollective, PendingResult
+from .collectives import Communicator
+from .pending import PendingCollective, PendingResult
 
 
 class NodeReduction:

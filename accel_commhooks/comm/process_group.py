@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-__all__ = ["GradBucket", "ModelAverager", "ProcessGroup", "is_initialized", "leave", "world_size"]
+__all__ = ["GradBucket", "ModelAverager", "ProcessGroup", "is_initialized", "leave", "rank_in", "size_of", "world_size"]
 
 
 def is_initialized() -> bool:
@@ -17,6 +17,16 @@ def is_initialized() -> bool:
 def world_size() -> int:
     """Processes that train together; 1 outside a process group."""
     return dist.get_world_size() if is_initialized() else 1
+
+
+def rank_in(process_group: ProcessGroup) -> int:
+    """This process's rank in a group."""
+    return dist.get_rank(process_group)
+
+
+def size_of(process_group: ProcessGroup) -> int:
+    """Ranks of a group."""
+    return dist.get_world_size(process_group)
 
 
 def leave() -> None:

@@ -81,6 +81,14 @@ class CompatibilityError(CommHookError):
     """A valid configuration that cannot work in this setup (no DDP, FSDP, a second hook, ...)."""
 
 
+class DisagreementError(CommHookError):
+    """Ranks that must hold the same values do not, while training runs."""
+
+
+class LostRankError(RuntimeError):
+    """A collective failed: some rank was killed, stopped or cut off. Every rank that notices shows this itself."""
+
+
 def stop(error: CommHookError) -> NoReturn:
     """Print one message, from rank 0, and exit with code 2 everywhere: a user's mistake needs no traceback."""
     let_rank_0_speak()

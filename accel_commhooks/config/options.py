@@ -64,6 +64,14 @@ class HookOptions:
         at_least=1,
         remedy="leave it out to detect it",
     )
+    check_every: int = option(
+        100, "Reductions between two comparisons of what all ranks must have in common; 0 for none.", at_least=0
+    )
+    on_disagreement: str = option(
+        "error",
+        "What to do where ranks differ: error, or repair: go on with what rank 0 has.",
+        choices=("error", "repair"),
+    )
 
     def __post_init__(self) -> None:
         for name, annotation in _annotations(type(self)).items():

@@ -43,6 +43,8 @@ class HookContext:
     """Whether DDP may leave parameters that no rank used untouched (find_unused_parameters)."""
     loss_scale: Callable[[torch.device], torch.Tensor | None]
     """The loss scale of the backward under way as a tensor on the device, or None without a GradScaler."""
+    averaged: Callable[[int], None] = lambda steps: None
+    """To be called where all replicas have been averaged after some steps in which DDP did not reduce."""
 
 
 class CommHook:
@@ -58,6 +60,8 @@ class CommHook:
     """False for a hook that can average sparse and complex gradients."""
     allows_repeated_closures: ClassVar[bool] = False
     """True for a hook that does not care how many backwards a step has (LBFGS)."""
+    optimizer_state_is_common: ClassVar[bool] = True
+    """False for a hook with which ranks keep optimizer state of their own."""
     bench_options: ClassVar[dict[str, Any]] = {}
     """Options that bench sets where the user did not; for a hook that must be asked for explicitly elsewhere."""
 
@@ -147,6 +151,11 @@ class CommHook:
 
     def prepare_save(self) -> None:
         """Collective work that a checkpoint needs before one rank alone writes it."""
+
+    def common(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Tensors that have the same bits on every rank now, by kind and by name. Asked where gradients begin to arrive, after
+        an averaging, and before a save."""
+        return {"weights": {name: p for p, name in self.context.names.items() if p.requires_grad}}
 
     def reading_suspended(self) -> contextlib.AbstractContextManager[None]:
         """A context in which parameters are iterated over but not read, as zero_grad() does."""

@@ -64,6 +64,9 @@ class ForeignHook(CommHook):
         group = self.comm.everyone.process_group
         self._state = factory(group, **options.state_options) if factory is not None else group
 
+    def common(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {}  # torch's post_localSGD_hook, for one, leaves replicas different
+
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return type(self).function(self._state, bucket)
 

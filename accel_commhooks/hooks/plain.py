@@ -101,5 +101,8 @@ class NoopHook(QueueHook):
     def cost(cls, options: Any, problem: Problem) -> Prediction:
         return Prediction()
 
+    def common(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {}
+
     def start(self, bucket: GradBucket) -> Callable[[], torch.Tensor]:
         return bucket.buffer

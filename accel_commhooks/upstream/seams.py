@@ -5,41 +5,16 @@ Each function says what it relies on and why; tests/test_seams.py fails when ups
 
 from __future__ import annotations
 
-import gc
 import importlib.abc
 import importlib.util
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
-
-
-def live_objects(kind: type[T]) -> list[T]:
-    """Every live instance of a class.
-
-    An unchanged script hands over neither its optimizer nor its GradScaler nor its Accelerator. Asking the garbage
-    collector takes some tens of milliseconds and is done at setup only. ``type(o)`` rather
-    than ``isinstance``: lazy proxies import whole packages when asked for their class.
-    """
-    return [o for o in gc.get_objects() if issubclass(type(o), kind)]
-
-
-def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """The live torch optimizers that hold some of these parameters; wrappers around an optimizer do not count."""
-    wanted = {id(parameter) for parameter in parameters}
-    found = []
-    gc.collect()  # or one that nobody uses any more would be found on some ranks and not on others
-    for optimizer in live_objects(torch.optim.Optimizer):
-        inner = getattr(optimizer, "optimizer", None)
-        if isinstance(inner, torch.optim.Optimizer) or not hasattr(optimizer, "param_groups"):
-            continue
-        if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
-            found.append(optimizer)
-    return found
+from .live_objects import live_objects
 
 
 def current_backward() -> int:

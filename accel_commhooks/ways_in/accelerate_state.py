@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from ..attachment import checkpoint
 from ..attachment.handle import Attachment, find_attachment
-from ..upstream import seams
+from ..upstream.live_objects import live_objects
 
 _linked: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
@@ -45,7 +45,7 @@ def link(accelerator: Accelerator, find: Callable[[torch.nn.Module], Attachment 
 
 def link_live(find: Callable[[torch.nn.Module], Attachment | None] = find_attachment) -> None:
     """Link every Accelerator of this process; called while one of them prepares a model, so it exists."""
-    for accelerator in seams.live_objects(Accelerator):
+    for accelerator in live_objects(Accelerator):
         link(accelerator, find)
 
 

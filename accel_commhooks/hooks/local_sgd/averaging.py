@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...comm.collectives import Communicator, Group, PendingCollective
+from ...comm.collectives import Communicator
+from ...comm.pending import Group, PendingCollective
 
 BUCKET_BYTES = 25 * 2**20
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ...comm.collectives import Group
 from ...comm.cost import Prediction, Problem
+from ...comm.pending import Group
 from ...comm.process_group import GradBucket
 from ...config.errors import ConfigError
 from ...config.registry import register_hook
@@ -30,6 +30,7 @@ class PostLocalSGDHook(QueueHook):
 
     Options = PostLocalSGDOptions
     needs_optimizer = True
+    optimizer_state_is_common = False
 
     @classmethod
     def cost(cls, options: Any, problem: Problem) -> Prediction:
@@ -118,7 +119,9 @@ class PostLocalSGDHook(QueueHook):
     def catch_up(self) -> None:
         overdue, self._overdue = self._overdue, []
         for step in overdue:
-            self.replicas.after_step(step)
+            averaged = self.replicas.after_step(step)
+            if averaged and step >= self.options.start_localSGD_iter:
+                self.context.averaged(self.options.cycle())
 
     def weights_loaded(self) -> None:
         self.replicas.weights_loaded()
@@ -136,6 +139,9 @@ class PostLocalSGDHook(QueueHook):
 
     def metrics(self) -> dict[str, float]:
         return self.replicas.metrics()
+
+    def common(self) -> dict[str, dict[str, torch.Tensor]]:
+        return self.replicas.common()
 
     def close(self) -> None:
         self.replicas.close()

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...comm.collectives import Communicator, Group
+from ...comm.collectives import Communicator
+from ...comm.pending import Group
 from .averaging import average_in_place
 
 

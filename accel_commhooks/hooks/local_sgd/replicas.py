@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ...comm.collectives import Communicator, Group
+from ...comm.collectives import Communicator
+from ...comm.pending import Group
 from ...config.errors import ConfigError
 from .averaging import average_in_place
 from .changes import ChangeAverager
@@ -84,16 +85,19 @@ class Replicas:
         """A step was taken without the other ranks."""
         self.diverged = self.moments.differ = True
 
-    def after_step(self, step: int) -> None:
-        """Average if the ``step``-th step (from 0) is one to average after. Every rank calls it for every step."""
+    def after_step(self, step: int) -> bool:
+        """Average if the ``step``-th step (from 0) is one to average after. Every rank calls it for every step.
+
+        Returns whether all ranks have averaged, or sent what they average.
+        """
         if self.options.averager is not None:
             self._run_foreign_averager()
-            return
+            return False
         if self._due is not None and step >= self._due:
             self._receive_change()
         group = self._schedule.group_at(step)
         if group is None:
-            return
+            return False
         everyone = group.size == self.comm.size
         if self._rebase and everyone:
             self._average_plainly(group)
@@ -111,6 +115,15 @@ class Replicas:
         if everyone and not self.options.overlap_steps:
             self.diverged = False
             self.moments.differ &= self.options.optimizer_state == "keep"
+        return everyone
+
+    def common(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What all ranks hold alike: anchors and outer momentum, and weights while they do not train apart."""
+        if self.options.averager is not None:
+            return {}
+        shown = not self.diverged or bool(self._local)
+        weights = self._parameters() if shown else {}
+        return {"weights": weights, "anchor": self._changes.anchor, "outer momentum": self._changes.momentum}
 
     def synchronize(self) -> None:
         """Make the replicas equal, permanently."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...comm.collectives import Communicator, Group
+from ...comm.collectives import Communicator
+from ...comm.pending import Group
 from ...config.errors import ConfigError
 
 

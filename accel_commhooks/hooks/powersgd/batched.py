@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...comm.collectives import PendingResult
 from ...comm.cost import Prediction, Problem
+from ...comm.pending import PendingResult
 from ...comm.process_group import GradBucket
 from ...config.registry import register_hook
 from ..base import HookContext

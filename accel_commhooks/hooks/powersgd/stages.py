@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...comm.collectives import PendingResult
 from ...comm.hierarchy import NodeReduction
+from ...comm.pending import PendingResult
 from ...comm.process_group import GradBucket
 from ...comm.wire import wire_dtype_named
 from ...config.errors import launched_rank, warn_once
@@ -258,6 +258,9 @@ class LowRankHook(QueueHook):
             self._units[key] = build()
             self._memory.move_into(self._units[key])
         return self._units[key]
+
+    def common(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {**super().common(), **self._memory.factors()}
 
     # Checkpoints.
 

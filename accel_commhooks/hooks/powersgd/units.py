@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...comm.collectives import PendingResult
+from ...comm.pending import PendingResult
 
 SPARE = 1e-35  # below what rounding leaves of any gradient that matters, above float32's smallest numbers
 
@@ -241,6 +241,10 @@ class Memory:
             if old is not None and old.numel() == tensor.numel():
                 tensor.copy_(old.reshape(tensor.shape))
             self._kept[kind][name] = tensor
+
+    def factors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What is the same on all ranks: both factors to start from."""
+        return {f"factor {kind}": self._kept[kind] for kind in ("q", "p")}
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         return {kind: {name: t.detach().clone() for name, t in kept.items()} for kind, kept in self._kept.items()}

@@ -36,6 +36,7 @@ class ZeroOverlapHook(CommHook):
 
     Options = ZeroOverlapOptions
     needs_optimizer = True
+    optimizer_state_is_common = False
 
     def __init__(self, options: ZeroOverlapOptions, context: HookContext):
         super().__init__(options, context)
@@ -214,6 +215,10 @@ class ZeroOverlapHook(CommHook):
     def synchronize(self) -> None:
         """Every parameter is whole on every rank."""
         self._gather.finish_all()
+
+    def common(self) -> dict[str, dict[str, torch.Tensor]]:
+        self.synchronize()
+        return super().common()
 
     def reading_suspended(self) -> contextlib.AbstractContextManager[None]:
         return self._gather.reading_suspended()
