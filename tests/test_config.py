@@ -54,7 +54,7 @@ FILES = {
     "broken YAML": ("comm_hook: {name: powersgd", "is not valid YAML: while parsing a flow mapping"),
     "a tab": (
         "comm_hook:\n\tname: powersgd\n",
-        "is not valid YAML: while scanning for the next token found character '\\t'",
+        "is not valid YAML: while scanning for the next token found character",
     ),
     "a list": ("- name: powersgd\n", "must hold a mapping with a 'comm_hook' section, but holds a list"),
     "a bare word": ("powersgd\n", "must hold a mapping with a 'comm_hook' section, but holds a str: powersgd"),

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - bench builds models as a user does
 
 from ..attachment.handle import Attachment, attach
 from ..config.config import CommHookConfig, looks_like_path
-from ..config.errors import ConfigError
+from ..config.errors import ConfigError, shown
 from ..config.registry import available_hooks, get_hook
+from ..config.strict_yaml import read_yaml
 from .models import Batch
 from .report import BASELINE
 
@@ -97,12 +97,7 @@ def parse_hook(text: str) -> CommHookConfig:
         return (
             CommHookConfig.load(text) if looks_like_path(text) else CommHookConfig(text, get_hook(text).bench_options)
         )
-    try:
-        options = yaml.safe_load(brace + rest)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"options of a hook are written name{{option: value, ...}}, but got {text!r}: {' '.join(str(error).split())}"
-        ) from None
+    options = read_yaml(brace + rest, f"options of a hook are written name{{option: value, ...}}, but {shown(text)}")
     return CommHookConfig(name.strip(), {**get_hook(name.strip()).bench_options, **options})
 
 

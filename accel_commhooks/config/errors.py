@@ -6,6 +6,7 @@ import difflib
 import logging
 import multiprocessing
 import os
+import reprlib
 import sys
 import time
 from collections.abc import Iterable
@@ -98,5 +99,42 @@ def stop(error: CommHookError) -> NoReturn:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for a typo, otherwise an empty string."""
-    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    if not isinstance(word, str) or len(word) > _LONGEST:
+        return ""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
+
+
+_LONGEST = 120
+
+
+class _Shortened(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 12
+        self.maxstring = self.maxlong = self.maxother = _LONGEST
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python refuses to print it
+            return f"a whole number of {x.bit_length()} bits"
+
+
+_shortened = _Shortened()
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: its repr, shortened, whatever it is and however large."""
+    text = _shortened.repr(value)
+    return text if len(text) <= 4 * _LONGEST else f"{text[: 4 * _LONGEST]} ..."
+
+
+def described(error: BaseException) -> str:
+    """``ValueError: its text`` in one line, shortened."""
+    try:
+        text = " ".join((error.text if isinstance(error, CommHookError) else str(error)).split())
+    except Exception:  # somebody else's error, whose __str__ fails in turn
+        text = ""
+    return f"{type(error).__name__}: {text[:300]}".removesuffix(": ")

@@ -7,14 +7,14 @@ else (errors, ``accel-commhooks show``, when bench expects the hook to act) is d
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, nearest
+from .errors import CommHookError, ConfigError, described, nearest, shown
+from .values import fits_in_64_bits, problem_inside
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,9 +76,14 @@ class HookOptions:
     def __post_init__(self) -> None:
         for name, annotation in _annotations(type(self)).items():
             field = self.__dataclass_fields__[name]
-            value = _coerce(getattr(self, name), annotation)
+            given = getattr(self, name)
+            value = _coerce(given, annotation)
             setattr(self, name, value)
-            problem = _problem(name, value, annotation, field.metadata)
+            problem = (
+                problem_inside(name, given)
+                or (problem_inside(name, value) if value is not given else None)
+                or _problem(name, value, annotation, field.metadata)
+            )
             if problem is not None:
                 remedy = field.metadata["remedy"]
                 raise ConfigError(problem + (f"; {remedy}" if remedy else ""))
@@ -129,7 +134,7 @@ class HookOptions:
         for name, value in values.items():
             if name not in names:
                 raise ConfigError(
-                    f"hook '{hook_name}' has no option '{name}'{nearest(name, known)}\n"
+                    f"hook '{hook_name}' has no option {shown(name)}{nearest(name, known)}\n"
                     f"  its options: {', '.join(sorted(known))}"
                 )
             earlier = given.get(names[name])
@@ -138,7 +143,7 @@ class HookOptions:
             if earlier is not None and values[earlier] is not None:
                 raise ConfigError(
                     f"'{earlier}' and '{name}' are two names for one option of hook '{hook_name}', but both are set "
-                    f"({earlier}: {values[earlier]!r}, {name}: {value!r}); keep {names[name]}"
+                    f"({earlier}: {shown(values[earlier])}, {name}: {shown(value)}); keep {names[name]}"
                 )
             given[names[name]] = name
         try:
@@ -147,6 +152,12 @@ class HookOptions:
             aliases = {option: name for option, name in given.items() if name != option and option in error.text}
             renamed = [f"{name} is another name for {option}" for option, name in aliases.items()]
             raise ConfigError("; ".join([error.text, *renamed])) from None
+        except CommHookError:
+            raise
+        except Exception as error:  # a rule of the hook's own that did not expect such a value
+            raise ConfigError(
+                f"the options of hook '{hook_name}' cannot be checked: {described(error)}; they are {shown(values)}"
+            ) from error
 
 
 def _annotations(cls: type) -> dict[str, Any]:
@@ -157,7 +168,7 @@ def _coerce(value: Any, annotation: Any) -> Any:
     """Accept an int for a float (YAML writes 1 for 1.0) and 1e-8, which YAML 1.1 reads as a string; convert nothing else."""
     if float in _alternatives(annotation) and str not in _alternatives(annotation):
         if isinstance(value, int) and not isinstance(value, bool) and int not in _alternatives(annotation):
-            return float(value)
+            return float(value) if fits_in_64_bits(value) else value
         if isinstance(value, str):
             try:
                 return float(value)
@@ -195,16 +206,14 @@ def _type_name(annotation: Any) -> str:
 
 def _problem(name: str, value: Any, annotation: Any, rule: Any) -> str | None:
     if not _is_instance(value, annotation):
-        return f"{name} must be a {_type_name(annotation)}, but got {value!r} ({type(value).__name__})".replace(
+        return f"{name} must be a {_type_name(annotation)}, but got {shown(value)} ({type(value).__name__})".replace(
             "be a true or false", "be true or false"
         )
     if rule["choices"] is not None and value not in rule["choices"]:
         allowed = [str(choice) for choice in rule["choices"] if choice is not None]
-        return f"{name} must be one of {', '.join(allowed)}, but got {value!r}{nearest(str(value), allowed)}"
+        return f"{name} must be one of {', '.join(allowed)}, but got {shown(value)}{nearest(str(value), allowed)}"
     if value is None:
         return None
-    if isinstance(value, float) and math.isnan(value):
-        return f"{name} must be a number, but got nan"
     for key, words, broken in (
         ("at_least", "at least", lambda v, b: v < b),
         ("at_most", "at most", lambda v, b: v > b),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..comm.process_group import GradBucket
-from ..config.errors import ConfigError, nearest
+from ..config.errors import ConfigError, described, nearest, shown
 from ..config.options import HookOptions, option
 from ..config.registry import resolves_paths
 from .base import CommHook, HookContext
@@ -31,12 +31,37 @@ _TORCH_STATES = {
 }
 
 
+def split_path(path: str) -> tuple[str, str]:
+    """(module, name in it) of ``package.module:function``."""
+    module, _, attribute = path.partition(":")
+    if not attribute or not all(module.split(".")) or not path.isprintable():
+        raise ConfigError(f"a function is named 'package.module:function', but got {shown(path)}")
+    return module, attribute
+
+
+def _is_path(value: str) -> str | None:
+    try:
+        split_path(value)
+    except ConfigError as error:
+        return f"state: {error.text}"
+    return None
+
+
+def _are_keywords(value: dict) -> str | None:
+    wrong = [key for key in value if not isinstance(key, str)]
+    return f"the keys of state_options must be text, but got {shown(wrong[0])}" if wrong else None
+
+
 @dataclass(kw_only=True)
 class ForeignOptions(HookOptions):
     state: str | None = option(
-        None, "'package.module:factory' called as factory(process_group, **state_options) for the hook's state."
+        None,
+        "'package.module:factory' called as factory(process_group, **state_options) for the hook's state.",
+        check=_is_path,
     )
-    state_options: dict = option({}, "Keyword arguments for the state's factory; for torch's PowerSGD its options.")
+    state_options: dict = option(
+        {}, "Keyword arguments for the state's factory; for torch's PowerSGD its options.", check=_are_keywords
+    )
 
     def starting_by(self, step: int) -> dict[str, Any]:
         """torch's hooks call the options that delay them ``start_...``; they are in the state's options."""
@@ -77,6 +102,10 @@ def foreign_hook(path: str) -> type[CommHook]:
     """A hook class for ``torch:function``, ``module:function`` or ``module:CommHookSubclass``."""
     target, factory = _torch_hook(path) if path.startswith("torch:") else (_resolve(path), None)
     if inspect.isclass(target) and issubclass(target, CommHook):
+        if not (inspect.isclass(target.Options) and issubclass(target.Options, HookOptions)):
+            raise ConfigError(
+                f"the Options of '{path}' must be a subclass of HookOptions, but got {shown(target.Options)}"
+            )
         if "name" not in vars(target):
             target.name = path
         return target
@@ -94,7 +123,7 @@ def _torch_hook(path: str) -> tuple[Any, Any]:
         known.update({n: f for n, f in vars(module).items() if n.endswith("_hook") and inspect.isfunction(f)})
     if wanted not in known:
         raise ConfigError(
-            f"torch has no communication hook '{wanted}'{nearest(wanted, known)}\n  it has: {', '.join(sorted(known))}"
+            f"torch has no communication hook {shown(wanted)}{nearest(wanted, known)}\n  it has: {', '.join(sorted(known))}"
         )
     factory = None
     if wanted in _TORCH_STATES:
@@ -104,16 +133,22 @@ def _torch_hook(path: str) -> tuple[Any, Any]:
 
 
 def _resolve(path: str) -> Any:
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"a function is named 'package.module:function', but got {path!r}")
+    module_name, attribute = split_path(path)
     try:
         module = importlib.import_module(module_name)
+        found = hasattr(module, attribute)
+        target = getattr(module, attribute) if found else None
+    except KeyboardInterrupt:
+        raise
     except ImportError as error:
         raise ConfigError(
             f"'{path}' cannot be imported: {error}; the module must be importable from the working folder or installed"
         ) from None
-    if not hasattr(module, attribute):
+    except BaseException as error:  # whatever the module raises, SystemExit too
+        raise ConfigError(
+            f"'{path}' cannot be imported: {described(error)}; importing {module_name} must not fail"
+        ) from error
+    if not found:
         names = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(f"the module '{module_name}' has no '{attribute}'{nearest(attribute, names)}")
-    return getattr(module, attribute)
+    return target

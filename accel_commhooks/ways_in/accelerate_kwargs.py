@@ -29,7 +29,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     """
 
     hook: str | dict | CommHookConfig | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] | None = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("comm_hook", "comm_wrapper"):
@@ -39,7 +39,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                     f"CommHookKwargs takes the hook as hook= and its options as options=, but Accelerate's own "
                     f"{name}={value!s} was set as well; keep hook= and options= only"
                 )
-        self._config = CommHookConfig.load(self.hook, **self.options)
+        self._config = CommHookConfig.with_options(self.hook, self.options)
         self.handle: Attachment | None = None
         compatibility.refuse_other_strategies(self._config.name)
         self._first_step = before_every_step(self._before_first_step)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm.wire import wire_dtype_option
-from ...config.errors import ConfigError, nearest
+from ...config.errors import ConfigError, nearest, shown
 from ...config.options import HookOptions, option
 
 _OUTER_DEFAULTS = {"name": "nesterov", "lr": 0.7, "momentum": 0.9}
@@ -16,21 +16,21 @@ _OUTER_DEFAULTS = {"name": "nesterov", "lr": 0.7, "momentum": 0.9}
 def _is_outer(value: dict) -> str | None:
     for key in value:
         if key not in _OUTER_DEFAULTS:
-            return f"outer has the keys name, lr and momentum, but got {key!r}{nearest(str(key), _OUTER_DEFAULTS)}"
+            return f"outer has the keys name, lr and momentum, but got {shown(key)}{nearest(str(key), _OUTER_DEFAULTS)}"
     filled = {**_OUTER_DEFAULTS, **value}
     if filled["name"] not in ("sgd", "nesterov"):
-        return f"outer.name must be one of sgd, nesterov, but got {filled['name']!r}"
+        return f"outer.name must be one of sgd, nesterov, but got {shown(filled['name'])}"
     for key, low, high in (("lr", 0.0, float("inf")), ("momentum", 0.0, 1.0)):
         number = filled[key]
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not low <= number < high:
-            return f"outer.{key} must be a number of at least {low:g} and below {high:g}, but got {number!r}"
+            return f"outer.{key} must be a number of at least {low:g} and below {high:g}, but got {shown(number)}"
     return None
 
 
 def _is_hierarchy(value: dict) -> str | None:
     if all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for pair in value.items() for n in pair):
         return None
-    return f"period_group_size must map whole numbers to whole numbers, for example {{2: 4, 16: 32}}, but got {value!r}"
+    return f"period_group_size must map whole numbers to whole numbers, for example {{2: 4, 16: 32}}, but got {shown(value)}"
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class AveragingOptions(HookOptions):
             )
         if self.averager is not None and not hasattr(self.averager, "average_parameters"):
             raise ConfigError(
-                f"averager must be a torch ModelAverager, but got {self.averager!r}; from YAML use period and warmup_steps"
+                f"averager must be a torch ModelAverager, but got {shown(self.averager)}; from YAML use period and warmup_steps"
             )
 
     def cycle(self) -> int:
@@ -102,9 +102,10 @@ def _is_subgroup(value: str | list) -> str | None:
         return None
     if isinstance(value, list) and value and all(isinstance(ranks, list) and ranks for ranks in value):
         flat = [rank for ranks in value for rank in ranks]
-        if sorted(flat) == list(range(len(flat))):
+        # The type first: text has no order, and true would count as 1.
+        if all(type(rank) is int for rank in flat) and sorted(flat) == list(range(len(flat))):
             return None
-    return f"subgroup must be node, none, or lists that hold every rank once, like [[0, 1], [2, 3]], but got {value!r}"
+    return f"subgroup must be node, none, or lists that hold every rank once, like [[0, 1], [2, 3]], but got {shown(value)}"
 
 
 @dataclass(kw_only=True)

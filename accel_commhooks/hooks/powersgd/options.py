@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...comm.wire import wire_dtype_option
+from ...config.errors import shown
 from ...config.options import HookOptions, option
 from .lowrank import rank_for
 
@@ -38,13 +39,15 @@ class LowRankOptions(HookOptions):
 def _are_patterns(value: list) -> str | None:
     if all(isinstance(pattern, str) for pattern in value):
         return None
-    return f"patterns must be a list of texts, but got {value!r}"
+    return f"patterns must be a list of texts, but got {shown(value)}"
 
 
 def _are_ranks(value: dict) -> str | None:
     for pattern, rank in value.items():
         if not isinstance(pattern, str) or not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-            return f"ranks must map name patterns to whole numbers of at least 0, but got {pattern!r}: {rank!r}"
+            return (
+                f"ranks must map name patterns to whole numbers of at least 0, but got {shown(pattern)}: {shown(rank)}"
+            )
     return None
 
 

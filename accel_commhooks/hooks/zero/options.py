@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...comm.wire import wire_dtype_option
+from ...config.errors import shown
 from ...config.options import HookOptions, option
 
 ELEMENTWISE = (
@@ -25,7 +26,7 @@ ELEMENTWISE = (
 def _are_names(value: list) -> str | None:
     if all(isinstance(name, str) for name in value):
         return None
-    return f"elementwise must be a list of optimizer class names, but got {value!r}"
+    return f"elementwise must be a list of optimizer class names, but got {shown(value)}"
 
 
 @dataclass(kw_only=True)
