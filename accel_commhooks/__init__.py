@@ -8,7 +8,14 @@ here.
 from .attachment.handle import Attachment, attach
 from .attachment.slot import attachment_of
 from .config.config import CommHookConfig
-from .config.errors import CommHookError, CompatibilityError, ConfigError, DisagreementError, LostRankError
+from .config.errors import (
+    CheckpointError,
+    CommHookError,
+    CompatibilityError,
+    ConfigError,
+    DisagreementError,
+    LostRankError,
+)
 from .config.options import HookOptions, option
 from .config.registry import available_hooks, get_hook, register_hook
 from .config.version import __version__
@@ -19,6 +26,7 @@ from .ways_in.install import install
 
 __all__ = [
     "Attachment",
+    "CheckpointError",
     "CommHook",
     "CommHookConfig",
     "CommHookError",

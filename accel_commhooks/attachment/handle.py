@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachme
 
 from ..comm.collectives import Communicator
 from ..config.config import CommHookConfig
-from ..config.errors import CommHookError, CompatibilityError
+from ..config.errors import CommHookError, CompatibilityError, warn_once
 from ..config.registry import get_hook
 from ..hooks.base import HookContext
 from ..hooks.plain import AllReduceHook, AllReduceOptions
@@ -23,6 +23,7 @@ from ..upstream import seams
 from ..upstream.callbacks import weak_method
 from ..upstream.live_objects import optimizers_of
 from . import agreement, compatibility, fingerprint
+from .checkpoint import Owner
 from .consistency import Consistency
 from .discovery import DDPWatch
 from .loss_scale import LossScale
@@ -121,6 +122,8 @@ class Attachment:
         agreed = agreement.agree(ddp, config.name, describe)
         self.run = agreed.run
         """A name for this run, the same on every rank."""
+        self._saves = 0
+        self._expected_weights: int | None = None
         self.comm = Communicator(ddp.process_group, ranks_per_node=options.ranks_per_node, hosts=agreed.hosts)
         self.loss_scale = LossScale(grad_scaler)
         context = HookContext(
@@ -201,6 +204,31 @@ class Attachment:
         with self._window.outside_of_steps():
             self.consistency.check_now()
             self.hook.prepare_save()
+
+    @property
+    def owner(self) -> Owner:
+        """What a saved state belongs to."""
+        return Owner(self.config.name, self.parameters)
+
+    def new_save(self) -> str:
+        """A name for a save, the same on every rank."""
+        self._saves += 1
+        return f"{self.run}-{self._saves}"
+
+    def expect_weights(self, checksum: int) -> None:
+        """The weights of the model, at its next forward, must be those with which the hook's state was saved."""
+        self._expected_weights = checksum
+
+    def compare_weights(self) -> None:
+        """Called by the clock before the first forward after a load."""
+        if self._expected_weights is None:
+            return
+        expected, self._expected_weights = self._expected_weights, None
+        if self.owner.weights() != expected:
+            warn_once(
+                f"the model does not have the weights with which the state of hook '{self.config.name}' was saved at step "
+                f"{self.steps}; load weights and hook from one checkpoint, or detach and attach the hook to start it afresh"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's hook state: plain values and tensors, by parameter name."""

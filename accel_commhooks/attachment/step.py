@@ -119,6 +119,7 @@ class StepClock:
             raise compatibility.joining(self._hook.name)
         grad = torch.is_grad_enabled()
         if grad:
+            self._attachment.compare_weights()
             self.close_consensus()
             self._hook.before_forward()
         if not self._hook.reduces_this_step():

@@ -6,7 +6,17 @@ import torch.distributed as dist
 from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-__all__ = ["GradBucket", "ModelAverager", "ProcessGroup", "is_initialized", "leave", "rank_in", "size_of", "world_size"]
+__all__ = [
+    "GradBucket",
+    "ModelAverager",
+    "ProcessGroup",
+    "everyone",
+    "is_initialized",
+    "leave",
+    "rank_in",
+    "size_of",
+    "world_size",
+]
 
 
 def is_initialized() -> bool:
@@ -17,6 +27,12 @@ def is_initialized() -> bool:
 def world_size() -> int:
     """Processes that train together; 1 outside a process group."""
     return dist.get_world_size() if is_initialized() else 1
+
+
+def everyone() -> ProcessGroup:
+    """The group of all processes."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def rank_in(process_group: ProcessGroup) -> int:

@@ -86,6 +86,10 @@ class DisagreementError(CommHookError):
     """Ranks that must hold the same values do not, while training runs."""
 
 
+class CheckpointError(CommHookError):
+    """A hook's state could not be saved."""
+
+
 class LostRankError(RuntimeError):
     """A collective failed: some rank was killed, stopped or cut off. Every rank that notices shows this itself."""
 

@@ -15,13 +15,14 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..attachment import checkpoint, compatibility
+from ..attachment import agreement, checkpoint, compatibility, fingerprint
 from ..attachment.discovery import DDPWatch
 from ..attachment.handle import Attachment, attach
 from ..attachment.metrics import PREFIX
 from ..attachment.optimizers import innermost_optimizer
 from ..attachment.slot import attachment_of
 from ..comm.collectives import Communicator
+from ..comm.process_group import everyone
 from ..config.config import CommHookConfig
 from ..config.errors import CompatibilityError, warn_once
 from ..hooks.local_sgd.options import AveragingOptions
@@ -125,6 +126,8 @@ class ModelAveragingCallback(TrainerCallback):
     """
 
     _FOLDER = "model_averaging"
+    _made = 0
+    """How many have begun in this process; the same on every rank."""
 
     def __init__(self, **options: Any):
         self.options = AveragingOptions.build("model averaging", options)
@@ -141,7 +144,10 @@ class ModelAveragingCallback(TrainerCallback):
             return
         model = kwargs["model"]
         names = {parameter: name for name, parameter in model.named_parameters()}
-        comm = Communicator(ranks_per_node=self.options.ranks_per_node)
+        self._owner = checkpoint.Owner(self._FOLDER, names)
+        agreed = self._agree()
+        self._run, self._saves = agreed.run, 0
+        comm = Communicator(ranks_per_node=self.options.ranks_per_node, hosts=agreed.hosts)
         self.replicas = Replicas(self.options, comm, names, model)
         self.replicas.moments.bind([innermost_optimizer(kwargs["optimizer"])])
         self._step = 0
@@ -171,10 +177,12 @@ class ModelAveragingCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.replicas is not None:
+            self._saves += 1
             checkpoint.write(
                 _checkpoint_folder(args, state) / self._FOLDER,
                 self.replicas.comm,
-                self._FOLDER,
+                self._owner,
+                f"{self._run}-{self._saves}",
                 {"step": self._step, "replicas": self.replicas.state_dict()},
             )
 
@@ -183,6 +191,14 @@ class ModelAveragingCallback(TrainerCallback):
     ) -> None:
         if self.replicas is not None:
             self.replicas.synchronize()
+
+    def _agree(self) -> agreement.Agreement:
+        """The ranks may be anywhere in a script of their own, so they wait for each other as long as it takes."""
+        ModelAveragingCallback._made += 1
+        shapes = {f"parameter {name}": str(shape) for name, shape in self._owner.shapes().items()}
+        own = {**fingerprint.of_options(self._FOLDER, self.options), **shapes}
+        event = f"{self._FOLDER} {ModelAveragingCallback._made}"
+        return agreement.compare(everyone(), event, self._FOLDER, lambda collect: own)
 
     def _metrics(self) -> dict[str, float]:
         return {PREFIX + name: value for name, value in self.replicas.metrics().items()} if self.replicas else {}
@@ -197,12 +213,12 @@ class ModelAveragingCallback(TrainerCallback):
         loaded = checkpoint.read(
             folder / self._FOLDER,
             self.replicas.comm,
-            self._FOLDER,
+            self._owner,
             lambda states: {"step": state.global_step, "replicas": Replicas.merge(s["replicas"] for s in states)},
         )
         if loaded is not None:
-            self._step = loaded["step"]
-            self.replicas.load_state_dict(loaded["replicas"])
+            self._step = loaded.state["step"]
+            self.replicas.load_state_dict(loaded.state["replicas"])
 
 
 class _Figures(TrainerCallback):
