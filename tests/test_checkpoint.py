@@ -76,6 +76,8 @@ def test_what_cannot_be_used_starts_anew_on_every_rank(pool, tmp_path):
     assert "the checkpoint was made without a hook" in reason(tmp_path / "plain")
     pool.run(_save, 2, str(tmp_path / "other"), "bf16_compress", {})
     assert "it holds the state of 'bf16_compress'" in reason(tmp_path / "other")
+
+
 def _crash(rank, world_size, folder):
     ddp = make_ddp(Net(32))
     handle = attach(ddp, "powersgd", **POWERSGD)

@@ -84,6 +84,9 @@ class Exchange:
         self._comm, self._group, self._wire_dtype = comm, group, wire_dtype
         self._read, self._write = read, write
         self._slices = slices(tensors, slice_bytes(bucket_bytes))
+        self._total = sum(tensor.nbytes for tensor in tensors)
+        self._sent = 0
+        self._waited_for = 0
         self._under_way: list[tuple[list[Piece], PendingCollective]] = []
         self._spare: list[torch.Tensor] = []
 
@@ -95,13 +98,22 @@ class Exchange:
             self._send(pieces)
         self.finish()
 
-    def start(self) -> None:
-        """Send everything; :meth:`finish` may come much later."""
-        for pieces in self._slices:
+    def advance(self, fraction: float) -> None:
+        """Send until a fraction of all bytes is on its way; :meth:`finish` may come much later.
+
+        What was sent by the call before must have arrived: a backend counts a collective's timeout from when it was issued.
+        """
+        before = len(self._under_way)
+        while self._sent < fraction * self._total and (pieces := next(self._slices, None)) is not None:
             self._send(pieces)
+        for _, pending in self._under_way[self._waited_for : before]:
+            pending.wait()
+        self._waited_for = before
 
     def finish(self) -> None:
-        """Receive what is under way."""
+        """Send what has not been sent, and receive everything."""
+        for pieces in self._slices:
+            self._send(pieces)
         while self._under_way:
             self._receive()
 
@@ -117,6 +129,7 @@ class Exchange:
         fitting = [spare for spare in self._spare if spare.dtype == parts[0].dtype and spare.numel() == numel]
         self._spare = []
         flat = torch.cat(parts, out=fitting[0]) if fitting else torch.cat(parts)
+        self._sent += flat.nbytes
         pending = self._comm.all_reduce(flat, group=self._group, wire_dtype=self._wire_dtype)
         self._under_way.append((pieces, pending))
 

@@ -23,6 +23,8 @@ class ChangeAverager:
 
     def __init__(self, options: AveragingOptions, comm: Communicator):
         self._comm = comm
+        # In the background, a change has a group of its own, so that the script's collectives do not queue behind it.
+        self._background = comm.subgroup([range(comm.size)]) if options.overlap_steps else None
         self._lr, self._momentum_factor, self._nesterov = options.outer_optimizer()
         self._wire_dtype = wire_dtype_named(options.wire_dtype)
         self.anchor: Tensors = {}
@@ -49,7 +51,7 @@ class ChangeAverager:
         return distance
 
     def send(self, parameters: Tensors) -> None:
-        """Overlapped: the change travels while local steps go on."""
+        """Overlapped: the change travels while local steps go on, a part of it after each (:meth:`advance`)."""
         self.sent = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.resend(parameters)
 
@@ -68,7 +70,7 @@ class ChangeAverager:
             kept.clear()
 
     def resend(self, parameters: Tensors) -> None:
-        """Start the exchange of what is in ``sent``; after a resume, that of the run before."""
+        """Prepare the exchange of what is in ``sent``; after a resume, that of the run before."""
         receiving = {name: parameter for name, parameter in parameters.items() if name in self.sent}
         names, targets = list(receiving), list(receiving.values())
         distance = self._distance = Distance()
@@ -83,8 +85,12 @@ class ChangeAverager:
             # Local steps were taken meanwhile: move by the distance from the weights that were sent to the new anchor.
             piece.of(targets[piece.index]).add_(self._move_anchor(name, piece, change) - sent)
 
-        self._exchange = Exchange(self._comm, targets, read, write, wire_dtype=self._wire_dtype)
-        self._exchange.start()
+        self._exchange = Exchange(self._comm, targets, read, write, group=self._background, wire_dtype=self._wire_dtype)
+
+    def advance(self, fraction: float) -> None:
+        """Send more of the change, until a fraction of it is on its way."""
+        assert self._exchange is not None
+        self._exchange.advance(fraction)
 
     def receive(self) -> Distance:
         """Wait for the change that was sent, and apply it."""

@@ -97,6 +97,8 @@ class Replicas:
             self._receive_change()
         group = self._schedule.group_at(step)
         if group is None:
+            if self._due is not None:
+                self._advance(step)
             return False
         everyone = group.size == self.comm.size
         if self._rebase and everyone:
@@ -107,6 +109,7 @@ class Replicas:
         elif self.options.overlap_steps:
             self._changes.send(self._parameters())
             self._due = step + self.options.overlap_steps
+            self._advance(step)
         elif self.options.averages_changes() and everyone:
             self._distance = self._changes.average(self._parameters()).relative()
         elif self.diverged:
@@ -190,6 +193,11 @@ class Replicas:
         distance = Distance()
         average_in_place(self.comm, list(self._parameters().values()), group=group, observe=distance.add)
         self._distance = distance.relative()
+
+    def _advance(self, step: int) -> None:
+        """By the last step before it is due, all of a change is on its way."""
+        assert self._due is not None
+        self._changes.advance(1 - (self._due - step - 1) / self.options.overlap_steps)
 
     def _receive_change(self) -> None:
         self._distance = self._changes.receive().relative()

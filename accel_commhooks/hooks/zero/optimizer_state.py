@@ -7,6 +7,7 @@ part. A checkpoint therefore does not depend on how many ranks wrote it, or whet
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Iterable
@@ -151,9 +152,24 @@ class DividedState:
         whole = self._whole[id(optimizer)]
         state = dict(state_dict["state"])
         for index, parameter in enumerate(parameters):
-            if whole.get(id(parameter)):  # a rank that did not keep the whole state shows, and can load, its own part
+            if whole.get(id(parameter)):
                 state[index] = whole[id(parameter)]
+            elif parameter in self.shards and index in state:
+                state[index] = _Part(state[index])
         return {**state_dict, "state": dict(sorted(state.items()))}
+
+
+class _Part(dict):
+    """What a rank shows that did not keep the whole state: it can load it again, and nobody can save it by mistake."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CompatibilityError(
+            "this rank has only its part of the optimizer's state, which is gathered on the first rank of each node; save it "
+            "there (accelerator.save_state and Trainer do so), or detach the hook first to have it whole on every rank"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
+        return _Part({key: copy.deepcopy(value, memo) for key, value in self.items()})
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
