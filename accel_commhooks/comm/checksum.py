@@ -18,7 +18,7 @@ WORD = 8
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers, all different: elements that change places, or changes that add up to zero, do not go unnoticed."""
+    """Odd numbers, all different, so that changes in different columns do not cancel each other."""
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(2**40, (COLUMNS,), generator=generator) * 2 + 1).to(device)
 
@@ -33,8 +33,9 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     weights = _weights(flat.device)
     rows = words.numel() // COLUMNS
     columns = words[: rows * COLUMNS].view(rows, COLUMNS).sum(0)
-    return sum(
-        ((part * weights[: part.numel()]).sum() for part in (words[rows * COLUMNS :], rest)), (columns * weights).sum()
+    tail = words[rows * COLUMNS :]
+    return (
+        (columns * weights).sum() + (tail * weights[: len(tail)]).sum() + (rest * weights[COLUMNS - len(rest) :]).sum()
     )
 
 
