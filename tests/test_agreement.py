@@ -184,7 +184,7 @@ def test_a_rank_without_a_hook_is_named_by_all(own_pool):
 
 def _late(rank, world_size, seconds):
     """Attaches late, after a forward; nobody may take it for absent."""
-    agreement.ABSENT_SECONDS, roll_call.WARN_SECONDS = 8.0, 1.0
+    agreement.ABSENT_SECONDS, roll_call.WARN_SECONDS, roll_call.LOOKS = 8.0, 1.0, (1.1, 20.0)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ..upstream import groups, seams
-from .pending import Group, PendingCollective, lost_ranks_named
+from .pending import PendingCollective
+from .survivors import Group, introduce, lost_ranks_named
 from .topology import Topology, host_key
 from .traffic import Traffic
 from .wire import narrow
@@ -45,10 +46,11 @@ class Communicator:
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self.backend = dist.get_backend(process_group)
-        self.everyone = Group(tuple(range(self.size)), self.rank, process_group)
+        self.everyone = Group(tuple(range(self.size)), self.rank, process_group, process_group)
         self.topology = self._find_topology(ranks_per_node, hosts)
         self.traffic = Traffic(self.rank, self.topology)
         self._subgroups: list[dist.ProcessGroup] = []
+        introduce(process_group)
         if self.backend == "gloo":
             atexit.unregister(_let_gloo_finish)  # once is enough
             atexit.register(_let_gloo_finish)
@@ -74,11 +76,11 @@ class Communicator:
                     use_local_synchronization=subset,
                 )
             if self.rank in ranks:
-                mine = Group(tuple(ranks), list(ranks).index(self.rank), handle)
+                mine = Group(tuple(ranks), list(ranks).index(self.rank), handle, self._process_group)
                 if handle is not None:
                     self._subgroups.append(handle)
         if mine is None:
-            mine = Group((self.rank,), 0, None)
+            mine = Group((self.rank,), 0, None, self._process_group)
         return mine
 
     def close(self) -> None:

@@ -1,35 +1,16 @@
-"""Communication under way, and what to say if it fails."""
+"""Communication under way."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..config.errors import LostRankError
-from .roll_call import RollCall, named
+from .survivors import Group, lost_ranks_named
 from .traffic import Traffic
-
-ANSWER_SECONDS = 3.0
-"""How long a rank whose collective failed waits for the others to say that theirs failed too."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Some ranks of a communicator. ``process_group`` is None for a group of one, which never communicates."""
-
-    ranks: tuple[int, ...]
-    index: int
-    process_group: dist.ProcessGroup | None
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
 
 class PendingResult(Protocol):
@@ -66,37 +47,3 @@ class PendingCollective:
             self._finish = None
         self._keep = ()
         return self._result
-
-
-@contextmanager
-def lost_ranks_named(group: Group) -> Iterator[None]:
-    """Where a collective fails: ask who is still there, and name the ranks that do not answer."""
-    try:
-        yield
-    except LostRankError:
-        raise
-    except RuntimeError as error:  # torch's DistBackendError is one too
-        raise LostRankError(f"{_first_line(error)}\n  {_who_is_left(group)}") from error
-
-
-def _who_is_left(group: Group) -> str:
-    assert group.process_group is not None
-    call = RollCall(group.process_group, "collective failed")
-    if not call.is_possible:
-        return "a collective failed"
-    try:
-        call.answer({})
-        missing = call.missing(ANSWER_SECONDS)
-    except (RuntimeError, OSError):
-        return "a collective failed, and the store of the process group is gone with the rank that had it"
-    if not missing:
-        return "all ranks of this group are alive, and the collective failed on each: is their link down?"
-    there = [rank for rank in range(call.size) if rank not in missing]
-    return (
-        f"{named([group.ranks[rank] for rank in missing])}: no answer within {ANSWER_SECONDS:g} s of a failed collective, so "
-        f"killed, stopped or cut off; still there: {named([group.ranks[rank] for rank in there])}"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -7,6 +7,7 @@ or that answers something else can be named.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
@@ -23,7 +24,8 @@ logger = logging.getLogger("accel_commhooks")
 PREFIX = "accel_commhooks"
 WARN_SECONDS = 5.0
 """After this time the ranks that have not answered are named in the log."""
-POLL_SECONDS = 1.0
+LOOKS = (5.1, 3.1, 20.0)
+"""Seconds after which it is looked who is missing, each time. torch logs a line of its own for each."""
 
 Answer = dict[str, Any]
 
@@ -61,11 +63,12 @@ class RollCall:
     def everyone(self, waiting_for: str, give_up: Callable[[list[int], float], None] | None = None) -> list[Answer]:
         """All answers, by rank, as soon as every rank has answered.
 
-        ``give_up(missing ranks, seconds so far)`` is asked every second and may raise an error; otherwise ranks are waited
+        ``give_up(missing ranks, seconds so far)`` is asked now and then and may raise an error; otherwise ranks are waited
         for as long as a collective of this group may take. ``waiting_for`` says in the log what they have not done.
         """
         started, warned = time.monotonic(), False
-        while not self._all_here(min(POLL_SECONDS, self._timeout)):
+        looks = itertools.chain(LOOKS, itertools.repeat(LOOKS[-1]))
+        while not self._all_here(min(next(looks), self._timeout)):
             seconds = time.monotonic() - started
             missing = [rank for rank in range(self.size) if not self._store.check([self._key(rank)])]  # type: ignore[union-attr]
             if missing and give_up is not None:
@@ -86,15 +89,12 @@ class RollCall:
 
     def pause(self) -> float:
         """Before an answer is read again that may change; returns the seconds."""
-        time.sleep(POLL_SECONDS / 2)
-        return POLL_SECONDS / 2
+        time.sleep(0.5)
+        return 0.5
 
-    def missing(self, seconds: float) -> list[int]:
-        """The ranks that have not answered within some seconds."""
-        deadline = time.monotonic() + seconds
-        while not self._all_here(min(POLL_SECONDS, seconds)) and time.monotonic() < deadline:
-            pass
-        return [rank for rank in range(self.size) if not self._store.check([self._key(rank)])]  # type: ignore[union-attr]
+    def wait_a_while(self, seconds: float) -> None:
+        """Wait some seconds at most for every rank to answer."""
+        self._all_here(seconds)
 
     def _all_here(self, seconds: float) -> bool:
         try:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.collectives import Communicator
-from ...comm.pending import Group, PendingCollective
+from ...comm.pending import PendingCollective
+from ...comm.survivors import Group
 
 BUCKET_BYTES = 25 * 2**20
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ...comm.cost import Prediction, Problem
-from ...comm.pending import Group
 from ...comm.process_group import GradBucket
+from ...comm.survivors import Group
 from ...config.errors import ConfigError
 from ...config.registry import register_hook
 from ..base import HookContext, QueueHook, State

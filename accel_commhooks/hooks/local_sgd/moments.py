@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...comm.collectives import Communicator
-from ...comm.pending import Group
+from ...comm.survivors import Group
 from .averaging import average_in_place
 
 

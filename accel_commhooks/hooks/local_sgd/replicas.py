@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...comm.collectives import Communicator
-from ...comm.pending import Group
+from ...comm.survivors import Group
 from ...config.errors import ConfigError
 from .averaging import average_in_place
 from .changes import ChangeAverager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...comm.collectives import Communicator
-from ...comm.pending import Group
+from ...comm.survivors import Group
 from ...config.errors import ConfigError
 
 
