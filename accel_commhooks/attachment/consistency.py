@@ -31,7 +31,7 @@ class Consistency:
 
     def __init__(self, attachment: Attachment):
         self._attachment, self._comm, self._hook = attachment, attachment.comm, attachment.hook
-        self._every: int = self._hook.options.check_every
+        self._every: int = self._hook.options.check_every if self._hook.common() and self._comm.size > 1 else 0
         self._repairs = self._hook.options.on_disagreement == "repair"
         self._since = 0
         self._under_way: PendingCollective | None = None
@@ -39,13 +39,9 @@ class Consistency:
         self.excused = False
         """Whether the script took a step with gradients that were not reduced (no_sync): replicas are its own business."""
 
-    @property
-    def _idle(self) -> bool:
-        return self._comm.size == 1 or not self._every
-
     def tick(self, reductions: int = 1) -> None:
         """Ranks reduce together, by this call or next to it. Compare, if it is time to."""
-        if self._idle:
+        if not self._every:
             return
         if self._under_way is not None and self._result is None:
             self._result = _to_host(self._under_way.wait())
@@ -59,7 +55,7 @@ class Consistency:
 
     def check_now(self) -> None:
         """Before a save: compare, and wait for the result. Every rank calls it."""
-        if not self._idle:
+        if self._every:
             self._judge(self._comm.maximum(self._sums()).wait().cpu())
 
     # Parts.
