@@ -177,10 +177,12 @@ class Attachment:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's hook state: plain values and tensors, by parameter name."""
+        self.clock.settle()
         return self.hook.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned on the same rank."""
+        self.clock.settle()
         self.hook.load_state_dict(state)
 
     def detach(self) -> None:
