@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -60,7 +61,7 @@ def steps_for(kills: list[Kill], subject: Subject) -> int:
 
 
 class Run:
-    """torchrun and its ranks, in a process group of their own."""
+    """torchrun and its ranks."""
 
     def __init__(self, subject: Subject, shared: Path, out: Path, steps: int, restarts: int):
         self.subject, self.out = subject, out
@@ -101,11 +102,19 @@ class Run:
         except subprocess.TimeoutExpired:
             raise Stuck(f"no end after {seconds:.0f} s\n{self.text.read_text()[-3000:]}") from None
         finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+            self._end()
         text = self.text.read_text()
         return Outcome(self.process.returncode, done, in_saves, attempt + 1 if done else 0, text)
+
+    def _end(self) -> None:
+        """Leave nothing behind; torchrun gives every rank a session of its own."""
+        if self.process.poll() is None:
+            ranks = self._ranks().values()
+            self.process.kill()
+            self.process.wait()
+            for pid, _ in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _ranks(self) -> dict[int, tuple[int, int]]:
         """(process, restarts before this attempt) of the ranks that are there, by rank."""

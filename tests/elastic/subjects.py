@@ -64,6 +64,6 @@ def _make_model(shared: Path) -> None:
 
 
 SUBJECTS = {
-    "trainer": Subject("Trainer, powersgd", _trainer, "steps.log", "checkpoint-*", 0.06),
+    "trainer": Subject("Trainer, powersgd", _trainer, "steps.log", "checkpoint-*", 0.1),
     "causal_lm": Subject("finetune_causal_lm.py, post_localsgd", _causal_lm, "log.jsonl", "unfinished", 0.08),
 }

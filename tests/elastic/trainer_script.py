@@ -9,7 +9,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 from accel_commhooks.trainer import CommHookCallback, last_whole_checkpoint
 
-SECONDS_A_STEP = 0.04
+SECONDS_A_STEP = 0.1
 """At least: so a kill after some seconds leaves work to do, on a fast machine too."""
 
 
