@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from combinations.subjects import Branching
 from models import Net, distance, loss_of, make_ddp, train, weights
 
 from accel_commhooks import attach
@@ -176,3 +177,26 @@ def _save_after_discard(rank, world_size, set_to_none):
 def test_discarded_gradients_are_not_saved(pool, set_to_none):
     # A new wrapper has other buckets in its first step, which changes roundings of gradients of order one, times the rate 0.1.
     assert max(pool.run(_save_after_discard, 2, set_to_none)) <= 1e-6
+
+
+def _back_before_local_steps(rank, world_size):
+    """Local steps, in which DDP sleeps, and back to a step in which it reduces: a part was used in the former alone."""
+    model = Branching()
+    ddp = make_ddp(model, find_unused_parameters=True)
+    handle = attach(ddp, "post_localsgd", start_localSGD_iter=2, period=3, subgroup="none")
+    model.branch = 2
+    optimizer = train(ddp, rank, 1)
+    saved = _saved(handle, ddp, optimizer)
+    ends = []
+    for _ in range(2):
+        _restored(handle, ddp, optimizer, saved)
+        model.branch = 2
+        train(ddp, rank, 1, optimizer=optimizer, first=1)
+        model.branch = rank
+        train(ddp, rank, 3, optimizer=optimizer, first=2)
+        ends.append(weights(ddp))
+    return distance(*ends)
+
+
+def test_back_from_local_steps_to_those_before(pool):
+    assert pool.run(_back_before_local_steps, 2) == [0, 0]
