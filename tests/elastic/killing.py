@@ -120,11 +120,8 @@ class Run:
         """(process, restarts before this attempt) of the ranks that are there, by rank."""
         found = {}
         for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            for pid in children.read_text().split():
-                try:
-                    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue  # it has just ended
+            for pid in _read(children).split():
+                environment = _read(Path(f"/proc/{pid.decode()}/environ")).split(b"\0")
                 values = dict(entry.split(b"=", 1) for entry in environment if b"=" in entry)
                 if b"RANK" in values and b"TORCHELASTIC_RESTART_COUNT" in values:
                     found[int(values[b"RANK"])] = (int(pid), int(values[b"TORCHELASTIC_RESTART_COUNT"]))
@@ -163,3 +160,11 @@ class Run:
             if time.monotonic() > deadline:
                 raise Stuck(f"{what} did not come\n{self.text.read_text()[-3000:]}")
             time.sleep(0.01)
+
+
+def _read(file: Path) -> bytes:
+    """A file of /proc, empty if what it is about has just ended."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""

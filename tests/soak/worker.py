@@ -95,7 +95,10 @@ class Soak:
         draw = random.Random(f"{self.settings.seed}/{self.world_size}/{title}/{turn}")
         hook, options = self.settings.variants[title]
         visit = Visit(Trainee(self.rank, hook, options, draw), draw, Path(folder[0]), self.world_size)
-        visit.run(steps)
+        try:
+            visit.run(steps)
+        except Exception as error:
+            raise RuntimeError(f"{title}, turn {turn}, after {visit.counts['steps']} steps") from error
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder[0])
