@@ -44,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
 def judge(subject: Subject, count: int, seed: int, steps: int | None = None) -> tuple[list[str], str]:
     """(what is wrong, what happened)"""
     kills = draw_kills(count, seed)
-    steps = steps or steps_for(kills, subject)
-    patience = 120 + 0.5 * steps
+    steps = steps or steps_for(kills)
+    patience = 300 + 2 * steps
     with tempfile.TemporaryDirectory(prefix="elastic_") as folder:
         shared = Path(folder)
         whole = Run(subject, shared, shared / "whole", steps, 0).finish([], patience)

@@ -15,7 +15,9 @@ from pathlib import Path
 from .subjects import Subject
 
 RANKS = 2
-PATIENCE = 120.0
+SECONDS_A_STEP = 0.2
+"""At least."""
+PATIENCE = 300.0
 """Seconds for a start, a restart or a save."""
 DURING_A_SAVE = 0.06
 """Seconds from its first file within which a kill comes; a save takes about that long."""
@@ -55,9 +57,9 @@ def draw_kills(count: int, seed: int) -> list[Kill]:
     ]
 
 
-def steps_for(kills: list[Kill], subject: Subject) -> int:
+def steps_for(kills: list[Kill]) -> int:
     """More than can be done between the kills, some tenths of a second for each of them included."""
-    return 60 + round(sum(kill.seconds + 0.5 for kill in kills) / subject.seconds_a_step)
+    return 60 + round(sum(kill.seconds + 0.5 for kill in kills) / SECONDS_A_STEP)
 
 
 class Run:
@@ -72,6 +74,8 @@ class Run:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         # Otherwise torchrun keeps one store for all attempts, in which ranks find addresses of the attempt before.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        path = [str(Path(__file__).parent / "pace"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"PYTHONPATH": os.pathsep.join(path), "PACE": str(SECONDS_A_STEP)}
         environment["HF_DATASETS_CACHE"] = str(shared / "cache")
         with self.text.open("w") as text:
             self.process = subprocess.Popen(

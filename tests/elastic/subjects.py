@@ -24,8 +24,6 @@ class Subject:
     """A file in the output folder that gets longer with every step."""
     saves: str
     """A pattern in the output folder: what is there while a checkpoint is being written."""
-    seconds_a_step: float
-    """At least."""
 
 
 def _trainer(shared: Path, out: Path, steps: int) -> list:
@@ -64,6 +62,6 @@ def _make_model(shared: Path) -> None:
 
 
 SUBJECTS = {
-    "trainer": Subject("Trainer, powersgd", _trainer, "steps.log", "checkpoint-*", 0.1),
-    "causal_lm": Subject("finetune_causal_lm.py, post_localsgd", _causal_lm, "log.jsonl", "unfinished", 0.08),
+    "trainer": Subject("Trainer, powersgd", _trainer, "steps.log", "checkpoint-*"),
+    "causal_lm": Subject("finetune_causal_lm.py, post_localsgd", _causal_lm, "log.jsonl", "unfinished"),
 }

@@ -119,6 +119,8 @@ class Visit:
         self._tensors: list[int] = []
         self._age = 0
         """Steps since the hook was attached."""
+        self._gathered = False
+        """Whether no step has been taken since a save: until then a rank may hold state that it gathered for it."""
 
     def run(self, steps: int) -> None:
         decks = itertools.cycle((STAYING, LEAVING, STAYING * 2))
@@ -148,6 +150,7 @@ class Visit:
         self.counts["steps"] += len(plan)
         self.counts["overflows"] += sum(step.overflow is not None for step in plan)
         self._age += len(plan)
+        self._gathered &= all(step.overflow is not None for step in plan)
 
     # Events.
 
@@ -159,7 +162,7 @@ class Visit:
         dist.all_gather_object(counted, self.trainee.handle.steps)
         if len(set(counted)) > 1:
             self.problems.append(f"ranks counted {counted} steps")
-        if self._age >= 12:
+        if self._age >= 12 and not self._gathered:
             self._tensors.append(count_tensors())
 
     def _evaluate(self) -> None:
@@ -168,6 +171,7 @@ class Visit:
 
     def _save(self) -> None:
         self.counts["saves"] += 1
+        self._gathered = True
         self.trainee.save(self.folder)
 
     def _repeat(self) -> None:
