@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-slow test-slow-again combination clients lint bench clean
+.PHONY: install demo test test-slow test-slow-again combination soak elastic clients lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,15 @@ test-slow-again: $(READY)
 SEED ?= 0
 combination: $(READY)
 	cd tests && ../$(BIN)/python -m combinations --seed $(SEED) $(if $(CASE),--case $(CASE))
+
+# Ten thousand steps with every hook, in processes that live on; and scripts whose ranks are killed again and again.
+STEPS ?= 10000
+soak: $(READY)
+	$(BIN)/python -m tests.soak --seed $(SEED) --steps $(STEPS)
+
+KILLS ?= 20
+elastic: $(READY)
+	$(BIN)/python -m tests.elastic --seed $(SEED) --kills $(KILLS)
 
 # Other people's training loops with every hook; writes the table in docs/compatibility.md.
 clients: $(READY)

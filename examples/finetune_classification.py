@@ -30,9 +30,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from accel_commhooks.trainer import CommHookCallback
+from accel_commhooks.trainer import CommHookCallback, last_whole_checkpoint
 
 FILE_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json"}
 
@@ -112,7 +111,7 @@ def main() -> None:
         compute_metrics=compute_metrics,
         callbacks=[CommHookCallback(named)] if named else [],
     )
-    result = trainer.train(resume_from_checkpoint=newest_checkpoint(training.output_dir))
+    result = trainer.train(resume_from_checkpoint=last_whole_checkpoint(training.output_dir, hook=bool(named)))
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
@@ -184,12 +183,6 @@ def load_model(task: TaskArguments, offline: bool, data: DatasetDict, labels: li
         **names,
     )
     return tokenizer, AutoModelForSequenceClassification.from_config(config)
-
-
-def newest_checkpoint(output_dir: str) -> str | None:
-    """The newest checkpoint that was written to its end: Trainer writes trainer_state.json last."""
-    finished = [file.parent for file in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")]
-    return str(max(finished, key=lambda folder: int(folder.name.split("-")[-1]))) if finished else None
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Hook state on disk: whole or absent, and a rule for every kind of mismatch."""
 
+import copy
+import gc
 import logging
 from unittest.mock import patch
 
 import pytest
 import torch
-from models import Net, PlantedFailure, make_ddp, train
+from combinations.subjects import Branching
+from models import Net, PlantedFailure, distance, loss_of, make_ddp, train, weights
 
 from accel_commhooks import CheckpointError, attach
 from accel_commhooks.attachment import checkpoint, rank_files
@@ -324,3 +327,87 @@ def _two_models(rank, world_size, folder):
     for index in range(2):
         handle = attach(make_ddp(Net(32)), "powersgd", **POWERSGD)
         checkpoint.save(handle, folder, index=index)
+
+
+# Gradients that were discarded.
+
+
+def _discard(ddp, rank, optimizer, set_to_none):
+    (50 * loss_of(ddp, rank, 90)).backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def _restored(handle, ddp, optimizer, saved):
+    handle.load_state_dict(saved["hook"])
+    ddp.module.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+
+
+def _saved(handle, ddp, optimizer):
+    return copy.deepcopy(
+        {"hook": handle.state_dict(), "model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
+    )
+
+
+def _discard_after_going_back(rank, world_size):
+    """Steps with the first discarded gradients, taken back and taken again, in one process."""
+    ddp = make_ddp(Net(32))
+    handle = attach(ddp, "powersgd", **POWERSGD)
+    optimizer = train(ddp, rank, 4)
+    saved = _saved(handle, ddp, optimizer)
+    ends = []
+    for _ in range(8):
+        gc.collect()  # what is new may get the place, and the id, of what was there before
+        _restored(handle, ddp, optimizer, saved)
+        _discard(ddp, rank, optimizer, True)
+        train(ddp, rank, 3, optimizer=optimizer, first=4)
+        ends.append(weights(ddp))
+    return max(distance(ends[0], end) for end in ends)
+
+
+def test_going_back_forgets_copies_of_residuals(pool):
+    assert pool.run(_discard_after_going_back, 2) == [0, 0]
+
+
+def _save_after_discard(rank, world_size, set_to_none):
+    """A save between gradients that were discarded and the next backward; then on, and from the save in a new model."""
+    ddp = make_ddp(Net(32))
+    handle = attach(ddp, "powersgd", **POWERSGD)
+    optimizer = train(ddp, rank, 4)
+    _discard(ddp, rank, optimizer, set_to_none)
+    saved = _saved(handle, ddp, optimizer)
+    train(ddp, rank, 3, optimizer=optimizer, first=4)
+    other = make_ddp(Net(32), seed=1)
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    _restored(attach(other, "powersgd", **POWERSGD), other, other_optimizer, saved)
+    train(other, rank, 3, optimizer=other_optimizer, first=4)
+    return distance(weights(ddp), weights(other))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_discarded_gradients_are_not_saved(pool, set_to_none):
+    # A new wrapper has other buckets in its first step, which changes roundings of gradients of order one, times the rate 0.1.
+    assert max(pool.run(_save_after_discard, 2, set_to_none)) <= 1e-6
+
+
+def _back_before_local_steps(rank, world_size):
+    """Local steps, in which DDP sleeps, and back to a step in which it reduces: a part was used in the former alone."""
+    model = Branching()
+    ddp = make_ddp(model, find_unused_parameters=True)
+    handle = attach(ddp, "post_localsgd", start_localSGD_iter=2, period=3, subgroup="none")
+    model.branch = 2
+    optimizer = train(ddp, rank, 1)
+    saved = _saved(handle, ddp, optimizer)
+    ends = []
+    for _ in range(2):
+        _restored(handle, ddp, optimizer, saved)
+        model.branch = 2
+        train(ddp, rank, 1, optimizer=optimizer, first=1)
+        model.branch = rank
+        train(ddp, rank, 3, optimizer=optimizer, first=2)
+        ends.append(weights(ddp))
+    return distance(*ends)
+
+
+def test_back_from_local_steps_to_those_before(pool):
+    assert pool.run(_back_before_local_steps, 2) == [0, 0]

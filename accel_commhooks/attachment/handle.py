@@ -232,11 +232,15 @@ class Attachment:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's hook state: plain values and tensors, by parameter name."""
+        self.clock.settle()
         return self.hook.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned on the same rank."""
+        """Take over a state that :meth:`state_dict` returned on the same rank. Every rank calls it."""
+        self.clock.settle()
         self.hook.load_state_dict(state)
+        if self.hook.reduces_this_step():
+            self.clock.muting.reduce_again()
 
     def detach(self) -> None:
         """Remove the hook and leave the replicas equal; DDP then averages plainly. Every rank calls it, between two steps."""
@@ -249,7 +253,7 @@ class Attachment:
             )
         self.retire()
         if self.has_model:
-            self.clock.muting.return_to_plain()
+            self.clock.muting.reduce_again()
 
     def retire(self) -> None:
         """Detach wherever the step stands: the model has got another DDP wrapper."""

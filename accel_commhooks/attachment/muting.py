@@ -47,8 +47,8 @@ class Muting:
             self._resume_static_graph()
         return unreduced
 
-    def return_to_plain(self) -> None:
-        """DDP goes on without a hook. Every rank calls it."""
+    def reduce_again(self) -> None:
+        """DDP is to reduce again: without a hook, or with one that has gone back to an earlier step. Every rank calls it."""
         if self._ever:
             self.settle()
 

@@ -160,7 +160,15 @@ class StepClock:
             self.optimizers.search(self._parameters)
         if self._stepped or not self.optimizers:
             self._finish_step(weights_in_use=True)
-            return
+        else:
+            self._settle_discarded()
+
+    def settle(self) -> None:
+        """The hook's state is about to be saved or replaced: gradients that were cleared must not be in it."""
+        if self._open and self.optimizers and not self._stepped:
+            self._settle_discarded()
+
+    def _settle_discarded(self) -> None:
         left = [p.grad for p in self._parameters if p.grad is not None]
         if not left:
             self._hook.discard(None)

@@ -13,6 +13,7 @@ rebuilds its buckets, new units are filled from the old ones by name.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,8 +202,8 @@ class Memory:
         """Whether gradients have been discarded before."""
         self._changed: dict[int, Unit] = {}
         """Units whose residuals have changed since the last step, by id."""
-        self._before: dict[int, list[torch.Tensor]] = {}
-        """Their residuals as they were before."""
+        self._before: weakref.WeakKeyDictionary[Unit, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        """Their residuals as they were before. Not by id: a new unit may get that of one that is gone."""
 
     def before_change(self, unit: Unit) -> None:
         """The residuals of a unit are about to change; called for the first time since a step or again."""
@@ -211,9 +212,9 @@ class Memory:
         self._changed[id(unit)] = unit
         if self.keeps_copies:
             errors = unit.errors()
-            if id(unit) not in self._before or len(self._before[id(unit)]) != len(errors):
-                self._before[id(unit)] = [torch.empty_like(error) for error in errors]
-            for copy, error in zip(self._before[id(unit)], errors, strict=True):
+            if unit not in self._before:
+                self._before[unit] = [torch.empty_like(error) for error in errors]
+            for copy, error in zip(self._before[unit], errors, strict=True):
                 copy.copy_(error)
 
     def commit(self) -> None:
@@ -227,7 +228,7 @@ class Memory:
         """
         for unit in self._changed.values():
             errors = unit.errors()
-            copies = self._before.get(id(unit)) or [error.new_zeros(()) for error in errors]
+            copies = self._before.get(unit) or [error.new_zeros(()) for error in errors]
             for error, copy in zip(errors, copies, strict=True):
                 error.copy_(copy if kept is None else torch.where(kept, error, copy))
         self.keeps_copies = True
@@ -251,3 +252,5 @@ class Memory:
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         self._kept = {kind: dict(kept) for kind, kept in state.items()}
+        self._changed = {}  # those units are not used any more
+        self._before.clear()
