@@ -1,11 +1,15 @@
 """What goes wrong has a name: errors of this package where files cannot be removed and ranks do not come to meet."""
 
+import time
+from unittest.mock import patch
+
 import pytest
 import torch.distributed as dist
 from models import make_ddp, train
 
 from accel_commhooks import CheckpointError, attach
 from accel_commhooks.attachment import checkpoint
+from accel_commhooks.comm import pending
 from accel_commhooks.comm.collectives import Communicator
 from accel_commhooks.comm.roll_call import RollCall
 from accel_commhooks.config.errors import LostRankError
@@ -44,6 +48,20 @@ def _one_does_not_answer(rank, world_size):
 
 def test_a_rank_that_does_not_answer_a_roll_call_is_lost(pool):
     pool.run(_one_does_not_answer, 2)
+
+
+def _the_store_is_cut_off(rank, world_size):
+    group = Communicator(ranks_per_node=1).everyone
+    with patch.object(RollCall, "missing", lambda call, seconds: time.sleep(60)), patch.object(pending, "ANSWER_SECONDS", 0.1):
+        started = time.monotonic()
+        with pytest.raises(LostRankError, match=f"the store .* does not answer: this rank {rank} is cut off"):
+            with pending.lost_ranks_named(group):
+                raise RuntimeError("timed out")
+        assert time.monotonic() - started < 30
+
+
+def test_a_rank_that_is_cut_off_from_the_store_does_not_wait_for_it(pool):
+    pool.run(_the_store_is_cut_off, 2)
 
 
 def _fails(*args, **kwargs):

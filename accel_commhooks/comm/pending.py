@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from .traffic import Traffic
 
 ANSWER_SECONDS = 3.0
 """How long a rank whose collective failed waits for the others to say that theirs failed too."""
+
+STORE_SECONDS = 2.0
+"""How long the store itself may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,14 @@ def _who_is_left(group: Group) -> str:
     if not call.is_possible:
         return "a collective failed"
     try:
-        call.answer({})
-        missing = call.missing(ANSWER_SECONDS)
+        missing = _missing(call)
     except (RuntimeError, OSError):
         return "a collective failed, and the store of the process group is gone with the rank that had it"
+    if missing is None:
+        return (
+            f"a collective failed, and the store of the process group, which rank 0's node usually has, does not answer: "
+            f"this {named([group.ranks[call.rank]])} is cut off from it, or its node was stopped"
+        )
     if not missing:
         return "all ranks of this group are alive, and the collective failed on each: is their link down?"
     there = [rank for rank in range(call.size) if rank not in missing]
@@ -96,6 +104,27 @@ def _who_is_left(group: Group) -> str:
         f"{named([group.ranks[rank] for rank in missing])}: no answer within {ANSWER_SECONDS:g} s of a failed collective, so "
         f"killed, stopped or cut off; still there: {named([group.ranks[rank] for rank in there])}"
     )
+
+
+def _missing(call: RollCall) -> list[int] | None:
+    """The ranks that do not answer; None if the store does not. A store that is cut off may be waited for without an end."""
+    found: list[list[int] | Exception] = []
+
+    def ask() -> None:
+        try:
+            call.answer({})
+            found.append(call.missing(ANSWER_SECONDS))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS + STORE_SECONDS)
+    if not found:
+        return None
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 def _first_line(error: Exception) -> str:
