@@ -7,6 +7,7 @@ nothing here may start a thread or a process group before it forks.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import pickle
@@ -67,6 +68,9 @@ def import_everything() -> None:
     import accel_commhooks.hooks.powersgd.batched
     import accel_commhooks.hooks.powersgd.hook
     import accel_commhooks.hooks.zero.hook  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # a collection in a rank looks at its own objects only, and does not copy the memory of all others
 
 
 def run_ranks(
