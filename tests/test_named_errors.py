@@ -25,7 +25,9 @@ def _save_where_nothing_can_be_removed(rank, world_size, folder, suffix):
     handle.comm.gather_objects(None)
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(handle, folder)
-    return caught.value.text, before in [each.read_bytes() for each in file.parent.glob(f"{file.name}*") if each.is_file()]
+    return caught.value.text, before in [
+        each.read_bytes() for each in file.parent.glob(f"{file.name}*") if each.is_file()
+    ]
 
 
 @pytest.mark.parametrize(("suffix", "doing"), [(".new", "write"), (".old", "rename")])
@@ -39,9 +41,9 @@ def _one_does_not_answer(rank, world_size):
     call._timeout = 0.5
     if rank == 0:
         call.answer({})
-        with pytest.raises(LostRankError, match="rank 1 did not attach a hook within 0.5 s"):
+        with pytest.raises(LostRankError, match=r"rank 1 did not attach a hook within 0.5 s"):
             call.everyone("attach a hook")
-        with pytest.raises(LostRankError, match="rank 1 did not answer within 0.5 s"):
+        with pytest.raises(LostRankError, match=r"rank 1 did not answer within 0.5 s"):
             call.wait_for(1)
     dist.barrier()
 
@@ -52,11 +54,14 @@ def test_a_rank_that_does_not_answer_a_roll_call_is_lost(pool):
 
 def _the_store_is_cut_off(rank, world_size):
     group = Communicator(ranks_per_node=1).everyone
-    with patch.object(RollCall, "missing", lambda call, seconds: time.sleep(60)), patch.object(pending, "ANSWER_SECONDS", 0.1):
+    with (
+        patch.object(RollCall, "missing", lambda call, seconds: time.sleep(60)),
+        patch.object(pending, "ANSWER_SECONDS", 0.1),
+    ):
         started = time.monotonic()
-        with pytest.raises(LostRankError, match=f"the store .* does not answer: this rank {rank} is cut off"):
-            with pending.lost_ranks_named(group):
-                raise RuntimeError("timed out")
+        text = rf"the store .* does not answer: this rank {rank} is cut off"
+        with pytest.raises(LostRankError, match=text), pending.lost_ranks_named(group):
+            raise RuntimeError("timed out")
         assert time.monotonic() - started < 30
 
 

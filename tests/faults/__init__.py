@@ -1,1 +1,1 @@
-"""Faults: ranks killed, stopped and delayed, disks that are full, files that are damaged, ranks that disagree, links that are cut."""
+"""Faults: ranks killed, stopped and slow, disks that are full, damaged files, ranks that disagree, links that are cut."""

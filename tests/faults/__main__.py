@@ -81,6 +81,8 @@ def run(jobs: list[Job], at_once: int, show: Callable[[int, Verdict], None]) -> 
             result = [Verdict(job.family, str(job), [(category, result)])] * job.faults
         for verdict in result:
             show(number, verdict)
+        if len(verdicts) // 100 < (len(verdicts) + len(result)) // 100:
+            print(f"{len(verdicts) + len(result)} of {sum(job.faults for job in jobs)}", file=sys.stderr, flush=True)
         verdicts += result
     return verdicts
 

@@ -16,7 +16,15 @@ from .oracle import SILENT, Verdict, judge_equal, judge_survivors, judge_unfaile
 from .server import Note, run_ranks
 from .subjects import STEPS, SUBJECTS, begin
 
-DIFFERENCES = ("an option", "a period of checks", "the hook", "the optimizer", "a bucket size", "a bad option", "no hook")
+DIFFERENCES = (
+    "an option",
+    "a period of checks",
+    "the hook",
+    "the optimizer",
+    "a bucket size",
+    "a bad option",
+    "no hook",
+)
 OTHER_OPTION = {
     "powersgd": {"matrix_approximation_rank": 1},
     "batched_powersgd": {"matrix_approximation_rank": 1},
@@ -81,7 +89,9 @@ def flip(name: str, world: int, rank: int, seed: int, repair: bool) -> list[Verd
     else:
         judge_survivors(verdict, outcomes, set(), must_name=False)
     judge_equal(verdict, outcomes)
-    seen = any("Disagreement" in outcome.error for outcome in outcomes) or any("rank 0 has" in t for t in outcomes[0].log)
+    seen = any("Disagreement" in outcome.error for outcome in outcomes) or any(
+        "rank 0 has" in t for t in outcomes[0].log
+    )
     if SUBJECTS[name].hook in ALWAYS_SEEN and not seen:
         verdict.blame(SILENT, "nobody noticed")
     return [verdict]

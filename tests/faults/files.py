@@ -63,9 +63,7 @@ def damaged(name: str, world: int, kinds: list[tuple[str, int]]) -> list[Verdict
     return [_judge(kind, damage, name, world, loads, folders) for (kind, _), damage in zip(kinds, damages, strict=True)]
 
 
-def _judge(
-    kind: str, damage: Damage, name: str, world: int, loads: list[Outcome], folders: list[str]
-) -> Verdict:
+def _judge(kind: str, damage: Damage, name: str, world: int, loads: list[Outcome], folders: list[str]) -> Verdict:
     verdict = Verdict(f"file {kind}", f"{name}, {world} ranks: {damage.what}")
     judge_unfailed(verdict, loads)
     if verdict.problems:

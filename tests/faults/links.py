@@ -21,7 +21,7 @@ from .oracle import HANG, UNNAMED, Verdict
 from .server import PATIENCE, TIMEOUT, failure, import_everything
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from slow_link import CARD, SlowLink, why_not  # noqa: E402
+from slow_link import CARD, SlowLink, why_not
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore"}
 CONNECT = 60.0
@@ -65,7 +65,9 @@ def _cut(name: str, nodes: int, node: int) -> Verdict:
                 verdict.blame(HANG, f"rank {rank} ended {answer['at'] - cut:.1f} s after the cut")
             if not answer["named"]:
                 verdict.blame(UNNAMED, f"rank {rank}: {answer['where']}")
-            verdict.what += f"; rank {rank} after {answer['at'] - cut:.1f} s: {answer['error'].splitlines()[-1].strip()[:120]}"
+            verdict.what += (
+                f"; rank {rank} after {answer['at'] - cut:.1f} s: {answer['error'].splitlines()[-1].strip()[:120]}"
+            )
     return verdict
 
 
@@ -79,7 +81,7 @@ def node(folder: str, name: str) -> None:
     from .subjects import SUBJECTS, begin
 
     import_everything()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     with (Path(folder) / f"{rank}.stack").open("w") as stack:
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))

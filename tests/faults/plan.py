@@ -98,7 +98,9 @@ def _job(family: str, left: int, number: int, chance: random.Random) -> Job:
         name = chance.choice([each for each in SUBJECTS if 2 in SUBJECTS[each].worlds])
         sizes = chance.choice([(4, 2), (2, 4), (4, 2, 4), (3, 2), (2, 3, 2)])
         how = chance.choice(["kill", "kill", "stop"])
-        return Job(family, 1, (name, sizes, Strike(how, chance.randrange(sizes[-1]), f"save: {chance.choice(STAGES)}", 0)))
+        return Job(
+            family, 1, (name, sizes, Strike(how, chance.randrange(sizes[-1]), f"save: {chance.choice(STAGES)}", 0))
+        )
     if family == "differ":
         return Job(family, 1, (name, world, rank, DIFFERENCES[number % len(DIFFERENCES)]))
     return Job(family, 1, (name, world, rank, seed, chance.random() < 0.4))

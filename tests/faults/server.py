@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 - DDP imports it: once here, not in every rank
+import torch._dynamo  # DDP imports it: once here, not in every rank
 import torch.distributed as dist
 from models import PlantedFailure
 

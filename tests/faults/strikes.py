@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import subprocess
@@ -94,6 +95,7 @@ def worlds(name: str, sizes: tuple[int, ...], strike: Strike) -> list[Verdict]:
 
 DISKS = ("full", "full on all ranks", "full and small", "read-only", "a file in place of the folder")
 DISKS += ("a folder in place of .new", "a folder in place of .old")
+PAGE = 4096
 NEED_ROOT = ("full and small", "read-only")
 
 
@@ -151,14 +153,18 @@ def _saving_badly(rank: int, world: int, note: Note, name: str, folder: str, how
 def _spoil(files: Path, how: str, rank: int, share: float) -> None:
     own = files / f"rank_{rank:05d}.pt"
     if how == "full and small":
-        used = sum(file.stat().st_size for file in files.iterdir())
-        _mount("remount", f"size={used + max(4096, int(share * own.stat().st_size))}", files.parent)
+        pages = sum(_pages(file.stat().st_size) for file in files.iterdir()) + _pages(share * own.stat().st_size)
+        _mount("remount", f"size={PAGE * pages}", files.parent)
     elif how == "read-only":
         _mount("remount", "ro", files.parent)
     elif how.startswith("a folder"):
         inside = own.with_name(own.name + how.rpartition(" ")[2])
         inside.mkdir()
         (inside / "something").touch()
+
+
+def _pages(size: float) -> int:
+    return -(-int(size) // PAGE)
 
 
 @contextlib.contextmanager
@@ -175,6 +181,7 @@ def _mount(*words: str | Path) -> None:
     subprocess.run(["mount", "-o", ",".join(options), folder], check=True)
 
 
+@functools.cache
 def can_mount() -> bool:
     """Whether small and read-only disks can be made here."""
     if os.geteuid() != 0:

@@ -54,9 +54,7 @@ SUBJECTS = {
 }
 
 
-def begin(
-    subject: Subject, width: int = 16, **other: Any
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, Attachment]:
+def begin(subject: Subject, width: int = 16, **other: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Attachment]:
     """(model, optimizer, hook), checked every second reduction."""
     ddp = make_ddp(Net(width, subject.buffers), broadcast_buffers=False)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
