@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-slow test-slow-again combination soak elastic clients lint bench clean
+.PHONY: install demo test test-slow test-slow-again combination soak elastic faults clients lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,11 @@ soak: $(READY)
 KILLS ?= 20
 elastic: $(READY)
 	$(BIN)/python -m tests.elastic --seed $(SEED) --kills $(KILLS)
+
+# A thousand faults: ranks killed, stopped and slow, disks full, files damaged, ranks that differ; links cut, as root.
+FAULTS ?= 1000
+faults: $(READY)
+	cd tests && ../$(BIN)/python -m faults --count $(FAULTS) --seed $(SEED)
 
 # Other people's training loops with every hook; writes the table in docs/compatibility.md.
 clients: $(READY)

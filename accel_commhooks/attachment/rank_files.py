@@ -44,7 +44,7 @@ def write(folder: Path, comm: Communicator, content: Content) -> Path:
     _all_well(comm, problem, folder, "write", file)
     problem = _take_its_place(file)
     _all_well(comm, problem, folder, "rename", file)
-    _beside(file, ".old").unlink(missing_ok=True)
+    _remove(_beside(file, ".old"))
     return file
 
 
@@ -77,11 +77,17 @@ def _all_well(comm: Communicator, problem: str | None, folder: Path, doing: str,
     failed = [rank for rank, each in enumerate(problems) if each is not None]
     if failed:
         if doing == "write":
-            _beside(file, ".new").unlink(missing_ok=True)
+            _remove(_beside(file, ".new"))
         raise CheckpointError(
             f"the hook's state was not saved in {folder}: {named(failed)} could not {doing} a file ({problems[failed[0]]}); "
             "what was saved there before is as it was"
         )
+
+
+def _remove(file: Path) -> None:
+    """If it can be removed; one that stays does no harm, and what kept it from being written may keep it in place."""
+    with contextlib.suppress(OSError):
+        file.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

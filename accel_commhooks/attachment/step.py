@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..comm.survivors import lost_ranks_named
 from ..hooks.base import CommHook
 from ..upstream import patches, seams
 from ..upstream.callbacks import weak_method
@@ -122,6 +123,8 @@ class StepClock:
             self._attachment.compare_weights()
             self.close_consensus()
             self._hook.before_forward()
+            with lost_ranks_named(self._attachment.comm.everyone):
+                seams.rebuild_buckets(self._ddp)
         if not self._hook.reduces_this_step():
             self.muting.begin(only_buffers=not (grad and self._ddp.require_backward_grad_sync))
 

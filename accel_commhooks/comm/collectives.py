@@ -69,12 +69,13 @@ class Communicator:
             if len(ranks) > 1:
                 members = [dist.get_global_rank(self._process_group, rank) for rank in ranks]
                 # Without a timeout torch takes its own default, and not that of the user's group.
-                handle = dist.new_group(
-                    members,
-                    timeout=groups.timeout_of(self._process_group),
-                    backend=self.backend,
-                    use_local_synchronization=subset,
-                )
+                with lost_ranks_named(self.everyone):  # its members meet
+                    handle = dist.new_group(
+                        members,
+                        timeout=groups.timeout_of(self._process_group),
+                        backend=self.backend,
+                        use_local_synchronization=subset,
+                    )
             if self.rank in ranks:
                 mine = Group(tuple(ranks), list(ranks).index(self.rank), handle, self._process_group)
                 if handle is not None:

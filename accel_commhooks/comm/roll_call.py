@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from ..config.errors import launched_rank
+from ..config.errors import LostRankError, launched_rank
 from ..upstream import groups
 from .process_group import ProcessGroup, rank_in, size_of
 
@@ -74,7 +74,7 @@ class RollCall:
             if missing and give_up is not None:
                 give_up(missing, seconds)
             if missing and seconds > self._timeout:
-                raise TimeoutError(
+                raise LostRankError(
                     f"{named(missing)} did not {waiting_for} within {self._timeout:g} s, the timeout of the process group"
                 )
             if missing and not warned and seconds > WARN_SECONDS and launched_rank() == 0:
@@ -83,8 +83,11 @@ class RollCall:
         return self._read(range(self.size))
 
     def wait_for(self, rank: int) -> Answer:
-        """The answer of one rank that is sure to come."""
-        self._store.wait([self._key(rank)], timedelta(seconds=self._timeout))  # type: ignore[union-attr]
+        """The answer of one rank that is sure to come, unless it dies."""
+        try:
+            self._store.wait([self._key(rank)], timedelta(seconds=self._timeout))  # type: ignore[union-attr]
+        except RuntimeError as error:
+            raise LostRankError(f"rank {rank} did not answer within {self._timeout:g} s") from error
         return self._read([rank])[0]
 
     def pause(self) -> float:

@@ -8,6 +8,7 @@ by its silence only: it may be lost, or still wait for somebody that it does not
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from .topology import host_key
 
 ANSWER_SECONDS = 3.0
 """How long a rank whose collective failed waits for the others to tell what they saw."""
+STORE_SECONDS = 2.0
+"""How long the store itself may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,36 @@ def _who_is_lost(group: Group) -> str:
     failed = RollCall(group.all_ranks, "collective failed")
     if not failed.is_possible:
         return "a collective failed"
-    try:
-        seen = _look_around(RollCall(group.all_ranks, "process"))
-        failed.answer(seen)
-        if not seen:
-            failed.wait_a_while(ANSWER_SECONDS)
-        told = {rank: failed.answer_of(rank) for rank in range(failed.size)}
-    except (RuntimeError, OSError):
+    answers: list[str | Exception] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_ask(group, failed))
+        except Exception as error:
+            answers.append(error)
+
+    # A store that is cut off may be waited for without an end.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS + STORE_SECONDS)
+    if not answers:
+        return (
+            "a collective failed, and the store of the process group, which rank 0's node usually has, does not answer: "
+            f"rank {failed.rank}, this one, is cut off from it, or its node was stopped"
+        )
+    if isinstance(answers[0], (RuntimeError, OSError)):
         return "a collective failed, and the store of the process group is gone with the rank that had it"
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+def _ask(group: Group, failed: RollCall) -> str:
+    seen = _look_around(RollCall(group.all_ranks, "process"))
+    failed.answer(seen)
+    if not seen:
+        failed.wait_a_while(ANSWER_SECONDS)
+    told = {rank: failed.answer_of(rank) for rank in range(failed.size)}
     for each in told.values():
         seen = {**(each or {}), **seen}
     # A rank that has told of its failure may have ended by now, for that reason.

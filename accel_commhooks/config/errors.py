@@ -91,7 +91,10 @@ class CheckpointError(CommHookError):
 
 
 class LostRankError(RuntimeError):
-    """A collective failed: some rank was killed, stopped or cut off. Every rank that notices shows this itself."""
+    """A collective failed, or ranks did not meet: some rank was killed, stopped or cut off.
+
+    Every rank that notices shows this itself.
+    """
 
 
 def stop(error: CommHookError) -> NoReturn:

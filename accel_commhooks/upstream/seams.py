@@ -75,6 +75,16 @@ def settle_reducer(ddp: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> 
         parameter.grad = gradient
 
 
+def rebuild_buckets(ddp: torch.nn.Module) -> None:
+    """What DDP's forward does first after the first backward: ranks compare their order of gradients, with a broadcast.
+
+    It is done once (``reducer._rebuild_buckets``). Done before DDP's forward, a rank that is lost by then can be named.
+    """
+    state: Any = ddp
+    if not (state._use_python_reducer or state._delay_all_reduce_all_params) and state.reducer._rebuild_buckets():
+        state._has_rebuilt_buckets = True
+
+
 def postpone_static_graph(ddp: torch.nn.Module) -> Callable[[], None]:
     """For a forward whose backward DDP does not reduce; returns a function that ends this.
 
