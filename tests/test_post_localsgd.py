@@ -4,6 +4,8 @@ import copy
 import random
 import time
 import warnings
+from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 
 from accel_commhooks import attach
 from accel_commhooks.comm.collectives import Communicator
+from accel_commhooks.hooks.local_sgd import averaging
 from accel_commhooks.hooks.local_sgd.averaging import BUCKET_BYTES, average_in_place, slices
 
 
@@ -223,6 +226,35 @@ def _overlapped(rank, world_size, overlap):
 def test_overlap_is_a_late_correction(pool, overlap):
     for reference, ours in pool.run(_overlapped, 2, overlap):
         assert distance(reference, ours) <= 2e-6
+
+
+def _sent_in_parts(rank, world_size):
+    """How many slices are sent after each step, and in which group."""
+    sent, groups = Counter(), set()
+    real = Communicator.all_reduce
+    ddp = make_ddp(Net(64))
+    options = {"start_localSGD_iter": 0, "period": 8, "subgroup": "none", "overlap_steps": 4, "check_every": 0}
+    handle = attach(ddp, "post_localsgd", **options)
+
+    def all_reduce(comm, tensor, **kwargs):
+        sent[handle.steps] += 1
+        groups.add(kwargs["group"].process_group is dist.group.WORLD)
+        return real(comm, tensor, **kwargs)
+
+    with (
+        patch.object(Communicator, "all_reduce", all_reduce),
+        patch.dict(averaging.Exchange.__init__.__kwdefaults__, bucket_bytes=4 * 4096),
+    ):
+        train(ddp, rank, 8)
+    return dict(sent), groups
+
+
+def test_an_overlapped_averaging_is_sent_in_parts_and_apart(pool):
+    """A backend's timeout counts from when a collective is issued, and a script's own ones must not queue behind it."""
+    for sent, groups in pool.run(_sent_in_parts, 2):
+        assert sorted(sent) == [1, 2, 3, 4] and max(sent.values()) <= min(sent.values()) + 1
+        assert sum(sent.values()) >= 8
+        assert groups == {False}, "not in the script's group"
 
 
 # Silence between averagings.

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import gc
+import io
 import random
 import time
 import weakref
@@ -734,3 +735,27 @@ def _compiled(rank, world_size):
 
 def test_a_compiled_module(pool):
     assert max(pool.run(_compiled, 2)) <= 1e-6
+
+
+def _part_of_a_state(rank, world_size):
+    ddp = make_ddp()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    handle = attach(ddp, "zero_overlap", optimizer=optimizer)
+    train(ddp, rank, 2, optimizer=optimizer)
+    handle.prepare_save()
+    state = copy.deepcopy(optimizer.state_dict())
+    text = ""
+    try:
+        torch.save(state, io.BytesIO())
+    except CompatibilityError as error:
+        text = error.text
+    optimizer.load_state_dict(state)
+    train(ddp, rank, 1, optimizer=optimizer, first=2)
+    return text
+
+
+def test_a_rank_cannot_save_its_part_for_the_whole(pool):
+    """Both ranks are on one node, whose first rank has the whole state."""
+    first, second = pool.run(_part_of_a_state, 2)
+    assert first == ""
+    assert "this rank has only its part of the optimizer's state" in second and "save it there" in second

@@ -117,7 +117,7 @@ def read(folder: Path, comm: Communicator, owner: Owner, merge: Merge) -> Loaded
         else:
             headers.append(header)
     everyone = comm.gather_objects((headers, problems))
-    saves = _saves([header for found, _ in everyone for header in found])
+    saves = saves_of([header for found, _ in everyone for header in found])
     reasons = _reasons(folder, [found for _, found in everyone], saves)
     for save in (each for each in saves if each.is_whole):
         part, problem = _part(folder, comm, save, merge)
@@ -131,7 +131,9 @@ def read(folder: Path, comm: Communicator, owner: Owner, merge: Merge) -> Loaded
 
 
 @dataclass
-class _Save:
+class Save:
+    """One save, as far as its files are there."""
+
     save: str
     time: float
     step: int
@@ -144,16 +146,16 @@ class _Save:
         return self.ranks >= set(range(self.world_size))
 
 
-def _saves(headers: list[dict[str, Any]]) -> list[_Save]:
+def saves_of(headers: list[dict[str, Any]]) -> list[Save]:
     """The saves of which there are files, the newest first. Clocks differ, so the lowest rank's counts."""
-    saves: dict[str, _Save] = {}
+    saves: dict[str, Save] = {}
     for header in sorted(headers, key=lambda each: each["rank"]):
         kept = {key: header[key] for key in ("save", "time", "step", "world_size", "weights")}
-        saves.setdefault(header["save"], _Save(**kept, ranks=set())).ranks.add(header["rank"])
+        saves.setdefault(header["save"], Save(**kept, ranks=set())).ranks.add(header["rank"])
     return sorted(saves.values(), key=lambda each: (each.time, each.save), reverse=True)
 
 
-def _part(folder: Path, comm: Communicator, save: _Save, merge: Merge) -> tuple[dict[str, Any] | None, str | None]:
+def _part(folder: Path, comm: Communicator, save: Save, merge: Merge) -> tuple[dict[str, Any] | None, str | None]:
     """(this rank's state, None) or (None, why not)"""
     try:
         if save.world_size == comm.size:
@@ -164,7 +166,7 @@ def _part(folder: Path, comm: Communicator, save: _Save, merge: Merge) -> tuple[
         return None, str(error)
 
 
-def _reasons(folder: Path, problems: list[list[str]], saves: list[_Save]) -> list[str]:
+def _reasons(folder: Path, problems: list[list[str]], saves: list[Save]) -> list[str]:
     """What is wrong with the files, by rank, without repetition: rank 0 has seen those of the others too."""
     texts = [(f"rank {rank}: " if rank else "") + text for rank, found in enumerate(problems) for text in found]
     for save in saves:
@@ -179,7 +181,7 @@ def _reasons(folder: Path, problems: list[list[str]], saves: list[_Save]) -> lis
     return list(dict.fromkeys(texts))
 
 
-def _say_what_was_found(owner: Owner, folder: Path, comm: Communicator, save: _Save, torn: list[str]) -> None:
+def _say_what_was_found(owner: Owner, folder: Path, comm: Communicator, save: Save, torn: list[str]) -> None:
     if torn:
         _say(
             f"'{owner.name}' goes on from the save of step {save.step}, the newest complete one in {folder}: {'; '.join(torn)}"

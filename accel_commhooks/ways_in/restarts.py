@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..attachment import checkpoint, rank_files
 
 TRAINER_STATE = "trainer_state.json"
 """Written by Trainer after its other files, and before the hook's."""
@@ -50,13 +50,12 @@ def _is_whole(folder: Path, hook: bool) -> bool:
         return False
     if not all(_is_readable(file) for file in folder.rglob("*") if file.is_file()):
         return False
-    ranks = {file.parent: _ranks_that_wrote(file) for file in folder.glob("*/rank_*.pt")}
-    if (hook and not ranks) or not all(ranks.values()):
+    parts = {file.parent for file in folder.glob("*/rank_*.pt*")}
+    ranks = [_ranks_that_wrote(part) for part in parts]
+    if (hook and not ranks) or not all(ranks):
         return False
-    expected = [part / f"rank_{rank:05d}.pt" for part, count in ranks.items() for rank in range(count)]
-    if any(folder.glob("rng_state_*.pth")):
-        expected += [folder / f"rng_state_{rank}.pth" for rank in range(max(ranks.values(), default=1))]
-    return all(file.is_file() for file in expected)
+    random_states = range(max(ranks, default=1)) if any(folder.glob("rng_state_*.pth")) else ()
+    return all((folder / f"rng_state_{rank}.pth").is_file() for rank in random_states)
 
 
 def _is_readable(file: Path) -> bool:
@@ -87,10 +86,10 @@ def _has_all_tensors(file: Path) -> bool:
     return size == 8 + length + max(ends, default=0)
 
 
-def _ranks_that_wrote(file: Path) -> int:
-    """How many ranks wrote the state of which this is a part; 0 where that cannot be read."""
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        return int(content["world_size"])
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, TypeError):
+def _ranks_that_wrote(part: Path) -> int:
+    """How many ranks wrote the newest save in a folder; 0 if some of its files are missing or cannot be read."""
+    headers = [header for _, header in rank_files.headers(part, None)]
+    saves = checkpoint.saves_of([header for header in headers if not isinstance(header, rank_files.Unusable)])
+    if not saves or not saves[0].is_whole or any(isinstance(header, rank_files.Unusable) for header in headers):
         return 0
+    return saves[0].world_size
