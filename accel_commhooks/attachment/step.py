@@ -168,7 +168,7 @@ class StepClock:
 
     def settle(self) -> None:
         """The hook's state is about to be saved or replaced: gradients that were cleared must not be in it."""
-        if self._open and self.optimizers and not self._stepped:
+        if self._open and self.optimizers and not self._stepped and all(p.grad is None for p in self._parameters):
             self._settle_discarded()
 
     def _settle_discarded(self) -> None:
