@@ -17,8 +17,8 @@ from typing import Any
 
 from . import links
 from .oracle import CATEGORIES, HANG, UNNAMED, Verdict
-from .plan import SHARES, Job, plan
-from .plants import PLANTS
+from .plan import SHARES, Job, plan, planted
+from .plants import PLANTS, SEEN_IN
 from .server import import_everything
 from .strikes import measure
 
@@ -44,7 +44,7 @@ def in_processes(tasks: Iterable[tuple[Any, Callable[[], Any]]], at_once: int) -
                         result = Path(folder) / str(pid)
                         yield key, pickle.loads(result.read_bytes()) if result.exists() else "the job did not end"
                         result.unlink(missing_ok=True)
-                time.sleep(0.01)
+                time.sleep(0.03)
         finally:
             for pid in running:
                 os.killpg(pid, signal.SIGKILL)
@@ -87,6 +87,20 @@ def run(jobs: list[Job], at_once: int, show: Callable[[int, Verdict], None]) -> 
     return verdicts
 
 
+def find_plants(jobs: list[Job], at_once: int) -> int:
+    """1 unless every defect was found as what it is."""
+    found: Counter[str | None] = Counter()
+
+    def look(number: int, verdict: Verdict) -> None:
+        plant = jobs[number].plant or ""
+        found[plant] += SEEN_IN[plant][2] in [category for category, _ in verdict.problems]
+
+    run(jobs, at_once, look)
+    for plant, (_, _, category) in SEEN_IN.items():
+        print(f"{plant}: {found[plant]} {category}")
+    return any(not found[plant] for plant in PLANTS)
+
+
 def table(verdicts: list[Verdict]) -> str:
     """Faults by kind, and what they led to."""
     kinds = Counter(verdict.kind for verdict in verdicts)
@@ -102,14 +116,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which faults")
     parser.add_argument("--only", choices=SHARES, nargs="+", help="these kinds only")
     parser.add_argument("--job", type=int, help="this one of the jobs only, as failures name it")
-    parser.add_argument("--plant", choices=PLANTS, help="plant a defect first")
-    parser.add_argument("--at-once", type=int, default=6, help="jobs that run at the same time; most of them wait")
+    parser.add_argument("--plant", choices=[*PLANTS, "all"], help="plant a defect; all: see that each of them is found")
+    parser.add_argument("--at-once", type=int, default=8, help="jobs that run at the same time; most of them wait")
     parser.add_argument("--no-links", action="store_true", help="do not cut links, which needs root")
     arguments = parser.parse_args()
     import_everything()
-    if arguments.plant:
-        PLANTS[arguments.plant]()
-    started, jobs = time.monotonic(), plan(arguments.count, arguments.seed, arguments.only)
+    jobs = planted(arguments.plant, plan(arguments.count, arguments.seed, arguments.only), arguments.seed)
+    if arguments.plant == "all":
+        return find_plants(jobs, arguments.at_once)
+    started = time.monotonic()
 
     def show(number: int, verdict: Verdict) -> None:
         if verdict.problems or arguments.job is not None:

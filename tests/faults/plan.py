@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from .differences import DIFFERENCES, differ, flip
 from .files import DAMAGES, damaged
 from .injector import Strike
 from .oracle import Verdict
+from .plants import PLANTS, SEEN_IN
 from .strikes import DISKS, NEED_ROOT, STAGES, can_mount, disk, strike, worlds
 from .subjects import SUBJECTS
 
@@ -39,8 +41,12 @@ class Job:
     faults: int
     arguments: tuple
     needs: Run | None = None
+    plant: str | None = None
 
     def run(self, references: dict[Run, Any]) -> list[Verdict]:
+        """In a process of its own, which a defect may be planted in."""
+        if self.plant is not None:
+            PLANTS[self.plant]()
         if self.family in ("kill", "stop", "raise", "slow"):
             assert self.needs is not None
             return strike(*self.needs, self._strike(references[self.needs]), references[self.needs])
@@ -77,6 +83,13 @@ def plan(count: int, seed: int, only: list[str] | None = None) -> list[Job]:
         jobs.append(_job(family, 1, len(jobs), random.Random(chance.random())))
     chance.shuffle(jobs)
     return jobs
+
+
+def planted(name: str | None, jobs: list[Job], seed: int) -> list[Job]:
+    """The jobs with a defect; for ``all``, those in which each of the defects must be seen."""
+    if name == "all":
+        return [job for each in PLANTS for job in planted(each, plan(SEEN_IN[each][1], seed, [SEEN_IN[each][0]]), seed)]
+    return [dataclasses.replace(job, plant=name) for job in jobs]
 
 
 def _job(family: str, left: int, number: int, chance: random.Random) -> Job:

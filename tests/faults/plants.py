@@ -1,4 +1,4 @@
-"""Defects to plant in the process that forks: the suite must find each of them."""
+"""Defects to plant in a process that forks ranks: the suite must find each of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from accel_commhooks.attachment import agreement, rank_files
 from accel_commhooks.attachment.consistency import Consistency
 from accel_commhooks.comm import collectives, pending
+
+from .oracle import HANG, LOST, SILENT, UNNAMED
 
 
 def _no_digest() -> None:
@@ -68,6 +70,17 @@ def _no_timeout() -> None:
 def _no_agreement() -> None:
     agreement.compare = lambda process_group, event, *args: agreement.Agreement(None, event)
 
+
+SEEN_IN = {
+    "no-digest": ("file", 13, SILENT),
+    "any-save": ("file", 13, SILENT),
+    "no-gather": ("disk", 4, LOST),
+    "raw-errors": ("kill", 3, UNNAMED),
+    "no-checks": ("flip", 4, SILENT),
+    "no-timeout": ("stop", 6, HANG),
+    "no-agreement": ("differ", 3, SILENT),
+}
+"""The kind of faults that shows a defect, how many of them are enough, and what it is found as."""
 
 PLANTS: dict[str, Callable[[], None]] = {
     "no-digest": _no_digest,

@@ -108,7 +108,7 @@ def _wait(pids: list[int], folder: Path, struck: set[int], deadline: float) -> l
         _reap(pids, codes)
         if all(rank in codes or (folder / f"result_{rank}").exists() for rank in survivors):
             break
-        time.sleep(0.01)
+        time.sleep(0.03)
     hung = [r for r in survivors if r not in codes and not (folder / f"result_{r}").exists()]
     for rank in hung:
         os.kill(pids[rank], signal.SIGUSR1)  # shows its stack
