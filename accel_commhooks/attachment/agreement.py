@@ -11,6 +11,7 @@ would meet in different collectives, and a rank without a hook in none. What is 
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import weakref
 from collections.abc import Callable
@@ -66,7 +67,8 @@ class _Presence(DDPWatch):
         group = _group_of(ddp)
         number = self._built[group] = self._built.get(group, 0) + 1
         self._numbers[ddp] = number
-        RollCall(group, f"model {number} built").answer({})
+        with contextlib.suppress(RuntimeError):  # a script that uses no hook must not fail for this
+            RollCall(group, f"model {number} built").answer({})
         handle = ddp.register_forward_hook(self._forward_without_hook)
         self._unhooked[ddp] = (handle, seams.keep_copies_plain(ddp, [handle]))
 

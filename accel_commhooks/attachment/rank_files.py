@@ -80,7 +80,7 @@ def _all_well(comm: Communicator, problem: str | None, folder: Path, doing: str,
             _remove(_beside(file, ".new"))
         raise CheckpointError(
             f"the hook's state was not saved in {folder}: {named(failed)} could not {doing} a file ({problems[failed[0]]}); "
-            "what was saved there before is as it was"
+            "what was saved there before is still there"
         )
 
 
