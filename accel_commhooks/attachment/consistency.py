@@ -66,14 +66,15 @@ class Consistency:
         The largest of a number and of its complement tell whether it is the same on all ranks.
         """
         device = next(iter(self._attachment.parameters)).device
-        plain = torch.tensor([self.excused, self._hook.step], dtype=torch.int64, device=device)
-        kinds = [checksum_of_all(tensors.values(), device) for tensors in self._hook.common().values()]
-        own = torch.stack([plain[1], *kinds])
-        return torch.cat([plain[:1], own, ~own])
+        excused, step = (torch.full((1,), n, dtype=torch.int64, device=device) for n in (self.excused, self._hook.step))
+        kinds = [checksum_of_all(tensors.values(), device).view(1) for tensors in self._hook.common().values()]
+        own = torch.cat([step, *kinds])
+        return torch.cat([excused, own, ~own])
 
     def _judge(self, result: torch.Tensor) -> None:
-        excused, (largest, smallest) = bool(result[0]), result[1:].chunk(2)
-        if excused or torch.equal(largest, ~smallest):
+        excused, *numbers = result.tolist()
+        largest, complements = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+        if excused or largest == [~number for number in complements]:
             return
         text = self._describe()
         if not self._repairs:
