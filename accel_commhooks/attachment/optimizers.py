@@ -70,6 +70,20 @@ class ModelOptimizers:
         self._strangers[optimizer] = len(optimizer.param_groups)
         return False
 
+    def all_stepped(self, stepped: list[torch.optim.Optimizer]) -> bool:
+        """Whether every trainable parameter of the model that some optimizer holds is held by one of these."""
+        return len(self) == 1 or self._trainable(self._ours) <= self._trainable(stepped)
+
+    def _trainable(self, optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+        """The places in the model of what optimizers train."""
+        return {
+            self._place[id(p)]
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad and id(p) in self._place
+        }
+
 
 class StepWatch:
     """Tells its listeners of every optimizer's step: ``before_step(optimizer, args, kwargs)``, ``after_step(optimizer)``.

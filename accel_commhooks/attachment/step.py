@@ -168,16 +168,24 @@ class StepClock:
 
     def settle(self) -> None:
         """The hook's state is about to be saved or replaced: gradients that were cleared must not be in it."""
-        if self._open and self.optimizers and not self._stepped and all(p.grad is None for p in self._parameters):
-            self._settle_discarded()
+        if self._open and self.optimizers and not self._stepped and not self._gradients_left():
+            self._discard()
 
     def _settle_discarded(self) -> None:
-        left = [p.grad for p in self._parameters if p.grad is not None]
-        if not left:
-            self._hook.discard(None)
-            self._open = self._backward_seen = False
+        left = self._gradients_left()
+        if left is None:
+            self._discard()
         elif type(self._hook).discard is not CommHook.discard:
-            self._hook.discard(torch.stack([torch.linalg.vector_norm(g, ord=float("inf")) for g in left]).amax() != 0)
+            self._hook.discard(left)
+
+    def _discard(self) -> None:
+        self._hook.discard(None)
+        self._open = self._backward_seen = False
+
+    def _gradients_left(self) -> torch.Tensor | None:
+        """Whether some gradient is not zero, on the device; None if there are none at all."""
+        left = [torch.linalg.vector_norm(p.grad, ord=float("inf")) for p in self._parameters if p.grad is not None]
+        return torch.stack(left).amax() != 0 if left else None
 
     def _forget_broken_backward(self) -> None:
         if self._backward.forget_broken():
@@ -247,19 +255,12 @@ class StepClock:
         # Where DDP does not reduce, a rank may have had nothing to do with the model in this step: it counts all the same.
         if self._open or self._backward_seen or not self._hook.reduces_this_step():
             self._stepped.append(optimizer)
-            if self._all_stepped():
+            if self.optimizers.all_stepped(self._stepped):
                 self._finish_step()
         self._hook.catch_up()
         if self._begins_to_mute:
             self._begins_to_mute = False
             self.muting.settle()
-
-    def _all_stepped(self) -> bool:
-        if len(self.optimizers) == 1:
-            return True
-        stepped = {id(p) for optimizer in self._stepped for p in _parameters_of(optimizer)}
-        held = {id(p) for optimizer in self.optimizers for p in _parameters_of(optimizer) if p.requires_grad}
-        return all(id(p) in stepped for p in self._parameters if p.requires_grad and id(p) in held)
 
     def _finish_step(self, *, weights_in_use: bool = False) -> None:
         reduced = self._hook.reduces_this_step()
@@ -292,8 +293,3 @@ class StepClock:
         if self._consensus_until_forward:
             self._consensus_until_forward = False
             self._hook.end_consensus()
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
