@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
+from accel_commhooks.attachment.optimizers import ModelOptimizers
 from accel_commhooks.attachment.step import StepClock
 from accel_commhooks.hooks.local_sgd.moments import Moments
 from accel_commhooks.hooks.local_sgd.replicas import Replicas
@@ -25,7 +26,7 @@ def _counting_at_the_forward() -> Iterator[None]:
 
 
 def _first_optimizer_ends_the_step():
-    return patch.object(StepClock, "_all_stepped", lambda clock: True)
+    return patch.object(ModelOptimizers, "all_stepped", lambda optimizers, stepped: True)
 
 
 def _discarded_gradients_stay():
