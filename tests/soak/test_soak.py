@@ -34,7 +34,7 @@ def test_a_short_soak_passes(own_pool):
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_defect_is_found(own_pool, plant):
     # One long turn, in which the hook stays attached, or several short ones.
-    length = {"steps": 110, "rounds": 1} if "a hook keeps" in plant else {"steps": 48, "rounds": 4}
+    length = {"steps": 260, "rounds": 1} if "a hook keeps" in plant else {"steps": 48, "rounds": 4}
     problems, _ = _problems(own_pool, ["powersgd, alternate"], plant, **length)
     assert any(PLANTS[plant][1] in problem for problem in problems), problems
 
