@@ -76,7 +76,9 @@ def main() -> None:
     tokenizer, model = load_model(arguments, offline, data)
     with accelerator.main_process_first():
         data = make_blocks(data, tokenizer, arguments.block_size)
-    loader = {"batch_size": arguments.batch_size, "collate_fn": default_data_collator}
+    # With a generator of its own a loader draws nothing from the one that dropout uses: a resumed run begins an epoch in the
+    # middle, and would be one number ahead.
+    loader = {"batch_size": arguments.batch_size, "collate_fn": default_data_collator, "generator": torch.Generator()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.01)
     # Accelerate steps a prepared schedule once for each process, so it is made that many times longer.
     schedule = get_scheduler(

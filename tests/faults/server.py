@@ -6,8 +6,10 @@ nothing here may start a thread or a process group before it forks.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
+import io
 import logging
 import os
 import pickle
@@ -104,11 +106,18 @@ def shared_memory() -> str | None:
 def _wait(pids: list[int], folder: Path, struck: set[int], deadline: float) -> list[Outcome]:
     codes: dict[int, int] = {}
     survivors = [rank for rank in range(len(pids)) if rank not in struck]
-    while time.monotonic() < deadline:
-        _reap(pids, codes)
-        if all(rank in codes or (folder / f"result_{rank}").exists() for rank in survivors):
-            break
-        time.sleep(0.03)
+
+    def has_ended(rank: int) -> bool:
+        return rank in codes or (folder / f"result_{rank}").exists()
+
+    def was_struck(rank: int) -> bool:
+        """A slow rank may get there when the others have done all that they need it for."""
+        return has_ended(rank) or "struck" in _notes(folder, rank)
+
+    for ready in (lambda: all(map(has_ended, survivors)), lambda: all(map(was_struck, struck))):
+        while time.monotonic() < deadline and not ready():
+            _reap(pids, codes)
+            time.sleep(0.03)
     hung = [r for r in survivors if r not in codes and not (folder / f"result_{r}").exists()]
     for rank in hung:
         os.kill(pids[rank], signal.SIGUSR1)  # shows its stack
@@ -134,12 +143,19 @@ def _outcome(folder: Path, rank: int, hung: bool) -> Outcome:
     outcome: Outcome = pickle.loads(result.read_bytes()) if result.exists() else Outcome("hung" if hung else "killed")
     if hung:
         outcome.where = (folder / f"stack_{rank}").read_text()
-    notes = folder / f"notes_{rank}"
-    if notes.exists():
-        with notes.open("rb") as stream:
-            while stream.tell() < notes.stat().st_size:
-                outcome.notes.update([pickle.load(stream)])
+    outcome.notes.update(_notes(folder, rank))
     return outcome
+
+
+def _notes(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank has told so far; it may be about to tell more."""
+    file, notes = folder / f"notes_{rank}", {}
+    if file.exists():
+        stream = io.BytesIO(file.read_bytes())
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                notes.update([pickle.load(stream)])
+    return notes
 
 
 # In the rank.
