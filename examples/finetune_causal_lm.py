@@ -100,7 +100,7 @@ def main() -> None:
     bar = tqdm(total=arguments.max_steps, initial=step, disable=not accelerator.is_main_process)
     running = torch.zeros((), device=accelerator.device)
     micro_batches = 0
-    for batch in batches(accelerator, train_loader, step * arguments.gradient_accumulation_steps):
+    for batch in batches(accelerator, train_loader, step):
         if step >= arguments.max_steps:
             break
         model.train()
@@ -146,9 +146,14 @@ def make_hook(arguments: argparse.Namespace) -> CommHookKwargs | None:
     return CommHookKwargs(hook=named) if named else None
 
 
-def batches(accelerator: Accelerator, loader: DataLoader, done: int):
-    """Batches for ever, from where an interrupted run stopped: epochs have seeds, so it sees what it had not seen yet."""
-    epoch, skip = divmod(done, len(loader))
+def batches(accelerator: Accelerator, loader: DataLoader, step: int):
+    """Batches for ever, from where a run was interrupted after a step: epochs have seeds, so it sees what it had not seen yet.
+
+    Accelerate steps at the end of an epoch even if fewer batches than asked for have been accumulated by then.
+    """
+    accumulated = accelerator.gradient_accumulation_steps
+    epoch, steps = divmod(step, math.ceil(len(loader) / accumulated))
+    skip = steps * accumulated
     while True:
         loader.set_epoch(epoch)
         rest = accelerator.skip_first_batches(loader, skip)
