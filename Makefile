@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-slow test-slow-again combination soak elastic faults clients lint bench clean
+.PHONY: install demo test test-slow test-slow-again test-matrix combination soak elastic faults clients lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,10 +22,14 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not matrix"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# All combinations of tests/combinations; `make test` runs a part of them.
+test-matrix: $(READY)
+	$(BIN)/python -m pytest -m matrix
 
 # Only the slow tests that failed last time.
 test-slow-again: $(READY)

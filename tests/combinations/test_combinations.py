@@ -61,7 +61,7 @@ def test_case(pool, number):
     _check(pool, number)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_cases(own_pool, part):
