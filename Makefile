@@ -27,7 +27,7 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
-# All combinations of tests/combinations; `make test` runs a part of them.
+# All combinations of traits, and all examples with all configs; `make test` and `make test-slow` run a part of them.
 test-matrix: $(READY)
 	$(BIN)/python -m pytest -m matrix
 

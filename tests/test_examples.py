@@ -232,25 +232,28 @@ def test_custom_hook_in_a_script_that_knows_nothing(tmp_path):
     assert "digits right" in text
 
 
-# Every example with every config. lora.py and demo.py choose their hooks themselves, so they run once, below.
+# Every example with every config: each config with one of them among the slow tests, and with all of them in `make test-matrix`.
+# lora.py and demo.py choose their hooks themselves, so they run once, below.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+def _configs(turn: int) -> list:
+    marks = [pytest.mark.slow if index % 3 == turn else pytest.mark.matrix for index in range(len(CONFIGS))]
+    return [pytest.param(name, marks=mark) for name, mark in zip(CONFIGS, marks, strict=True)]
+
+
+@pytest.mark.parametrize("name", _configs(0))
 def test_classification_with(name, tmp_path):
     launch(classification(tmp_path, "--comm_hook", str(short_config(name, tmp_path))), tmp_path)
     assert_hook_acted(name, trainer_log(tmp_path / "out"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", _configs(1))
 def test_causal_lm_with(name, tmp_path):
     launch(causal_lm(tmp_path, "--comm_hook", str(short_config(name, tmp_path))), tmp_path)
     assert_hook_acted(name, accelerate_log(tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", _configs(2))
 def test_plain_ddp_with(name, tmp_path):
     config = str(short_config(name, tmp_path))
     probe = {"PYTHONPATH": f"{PROBE}{os.pathsep}{EXAMPLES}", "PROBE_FOLDER": str(tmp_path)}
