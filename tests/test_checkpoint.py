@@ -411,6 +411,22 @@ def test_a_state_that_is_read_in_mid_step_does_not_change_the_step(pool):
         assert distance(plain, after_reading) == 0
 
 
+def _read_on_one_rank(rank, world_size):
+    """A gradient of zero, whose state one rank alone reads before the step."""
+    ddp = make_ddp(Net(32))
+    handle = attach(ddp, "powersgd", **POWERSGD)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    (0 * loss_of(ddp, rank, 0)).backward()
+    if rank == 0:
+        handle.state_dict()
+    optimizer.step()
+    return handle.steps
+
+
+def test_a_step_with_a_gradient_of_zero_counts_on_the_rank_that_reads_its_state(pool):
+    assert pool.run(_read_on_one_rank, 2) == [1, 1]
+
+
 def _back_before_local_steps(rank, world_size):
     """Local steps, in which DDP sleeps, and back to a step in which it reduces: a part was used in the former alone."""
     model = Branching()

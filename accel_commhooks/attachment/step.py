@@ -169,23 +169,19 @@ class StepClock:
     def settle(self) -> None:
         """The hook's state is about to be saved or replaced: gradients that were cleared must not be in it."""
         if self._open and self.optimizers and not self._stepped and not self._gradients_left():
-            self._discard()
+            self._settle_discarded()
 
     def _settle_discarded(self) -> None:
-        left = self._gradients_left()
-        if left is None:
-            self._discard()
+        if all(p.grad is None for p in self._parameters):
+            self._hook.discard(None)
+            self._open = self._backward_seen = False
         elif type(self._hook).discard is not CommHook.discard:
-            self._hook.discard(left)
+            self._hook.discard(self._gradients_left())
 
-    def _discard(self) -> None:
-        self._hook.discard(None)
-        self._open = self._backward_seen = False
-
-    def _gradients_left(self) -> torch.Tensor | None:
-        """Whether some gradient is not zero, on the device; None if there are none at all."""
+    def _gradients_left(self) -> torch.Tensor:
+        """Whether some gradient is not zero, on the device."""
         left = [torch.linalg.vector_norm(p.grad, ord=float("inf")) for p in self._parameters if p.grad is not None]
-        return torch.stack(left).amax() != 0 if left else None
+        return torch.stack(left).amax() != 0 if left else torch.tensor(False)
 
     def _forget_broken_backward(self) -> None:
         if self._backward.forget_broken():
