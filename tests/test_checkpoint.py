@@ -415,8 +415,9 @@ def _read_on_one_rank(rank, world_size):
     """A gradient of zero, whose state one rank alone reads before the step."""
     ddp = make_ddp(Net(32))
     handle = attach(ddp, "powersgd", **POWERSGD)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    (0 * loss_of(ddp, rank, 0)).backward()
+    optimizer = train(ddp, rank, 1)
+    optimizer.zero_grad()
+    (0 * loss_of(ddp, rank, 1)).backward()
     if rank == 0:
         handle.state_dict()
     optimizer.step()
@@ -424,7 +425,7 @@ def _read_on_one_rank(rank, world_size):
 
 
 def test_a_step_with_a_gradient_of_zero_counts_on_the_rank_that_reads_its_state(pool):
-    assert pool.run(_read_on_one_rank, 2) == [1, 1]
+    assert pool.run(_read_on_one_rank, 2) == [2, 2]
 
 
 def _back_before_local_steps(rank, world_size):
