@@ -79,7 +79,8 @@ def _against_torch(rank, world_size):
 
 def _ours_first_q_then(hook):
     """torch draws its first Q by bucket; give it the ones that ours draws by name, so that the runs are comparable."""
-    from accel_commhooks.hooks.powersgd.lowrank import orthogonalize, random_factor
+    from accel_commhooks.hooks.powersgd.bases import orthonormal_bases
+    from accel_commhooks.hooks.powersgd.lowrank import random_factor
 
     def wrapped(state, bucket):
         if state.iter >= state.start_powerSGD_iter and 0 not in state.p_memory_dict:
@@ -92,7 +93,7 @@ def _ours_first_q_then(hook):
                     by_shape.setdefault((rows, columns), []).append((names[id(p)], rows, columns, r))
             ps = [x for same in by_shape.values() for x in same]
             qs = [random_factor(r, c, key=n, seed=0) for n, _, c, r in ps]
-            qs = [orthogonalize(q[None])[0].t() for q in qs]
+            qs = [orthonormal_bases([q[None]])[0][0].t() for q in qs]
             state.p_memory_dict[0] = torch.empty(sum(rows * r for _, rows, _, r in ps))
             state.q_memory_dict[0] = torch.cat([q.reshape(-1) for q in qs])
         return hook(state, bucket)

@@ -10,6 +10,7 @@ from ...comm.cost import Prediction, Problem
 from ...comm.pending import PendingResult
 from ...comm.process_group import GradBucket
 from ...config.registry import register_hook
+from ...upstream import foreach
 from ..base import HookContext
 from .cost import batched_powersgd_cost
 from .lowrank import square_side
@@ -51,8 +52,7 @@ class BatchedPowerSGDHook(LowRankHook):
         ordered = [(name, gradients[p]) for p, name in self.context.names.items() if p in gradients]
         unit = self.unit(tuple(id(p) for p in gradients), lambda: self._build(ordered))
         unit.m = torch.zeros(unit.numel, dtype=unit.flat.dtype, device=unit.flat.device)
-        for (_, offset, length), (_, gradient) in zip(unit.residuals, ordered, strict=True):
-            unit.m[offset : offset + length].copy_(gradient.reshape(-1))
+        foreach.copy(self._parts(unit), [gradient.reshape(-1) for _, gradient in ordered])
         unit.deliver = lambda: self._deliver(unit, ordered, arrived)
         self._in_flight.append(unit)
         self.first_stage(unit)
@@ -62,10 +62,15 @@ class BatchedPowerSGDHook(LowRankHook):
         self._arrived = []
 
     @staticmethod
+    def _parts(unit: Unit) -> list[torch.Tensor]:
+        """Each parameter's part of the square."""
+        return [unit.m[offset : offset + length] for _, offset, length in unit.residuals]
+
+    @staticmethod
     def _deliver(unit: Unit, ordered: list, arrived: list) -> None:
-        for (_, offset, length), (_, gradient) in zip(unit.residuals, ordered, strict=True):
-            gradient.copy_(unit.m[offset : offset + length].view_as(gradient))
-        for error in unit.groups[0].errors:
+        parts = [part.view_as(g) for part, (_, g) in zip(BatchedPowerSGDHook._parts(unit), ordered, strict=True)]
+        foreach.copy([gradient for _, gradient in ordered], parts)
+        for error in unit.errors():
             _, offset, length = unit.residuals[-1]
             error.view(-1)[offset + length :].zero_()  # the padding of the square belongs to no parameter
         unit.m = unit.flat

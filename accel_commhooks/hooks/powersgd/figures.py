@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
+from ...upstream import foreach
 from .units import Unit
 
 SAMPLE_EVERY = 20  # steps between two samples: each reads every gradient once more
@@ -26,13 +27,13 @@ class CompressionStats:
         self._active = compressed_steps % SAMPLE_EVERY in (0, 1)  # both sides of an alternating pair
 
     def at_gradient(self, unit: Unit) -> None:
-        self._add("gradient", (matrix.view(unit.m) for group in unit.groups for matrix in group.matrices))
+        self._add("gradient", unit.matrices())
 
     def at_factor(self, unit: Unit, side: str) -> None:
-        self._add("captured", (getattr(group, side) for group in unit.groups))
+        self._add("captured", [getattr(run, side) for run in unit.runs])
 
     def at_residual(self, unit: Unit) -> None:
-        self._add("residual", (error[:-1] for group in unit.groups for error in group.errors))
+        self._add("residual", unit.errors())
 
     def done(self) -> None:
         if self._active:
@@ -47,8 +48,7 @@ class CompressionStats:
             figures["residual_ratio"] = (float(self._last["residual"]) / whole) ** 0.5
         return figures
 
-    def _add(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
-        if self._active:
-            for tensor in tensors:
-                square = torch.linalg.vector_norm(tensor).square()
-                self._sums[what] = self._sums[what] + square if what in self._sums else square
+    def _add(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        if self._active and tensors:
+            square = foreach.norms(tensors).square().sum()
+            self._sums[what] = self._sums[what] + square if what in self._sums else square

@@ -11,7 +11,7 @@ from ...comm.process_group import GradBucket
 from ...config.registry import register_hook
 from .cost import powersgd_cost
 from .options import PowerSGDOptions
-from .stages import LowRankHook, in_math_dtype
+from .stages import LowRankHook
 from .units import Matrix, Unit
 
 
@@ -31,7 +31,7 @@ class PowerSGDHook(LowRankHook):
         unit = self.unit(tuple(map(id, parameters)), lambda: self._build(parameters, buffer))
         self._in_flight.append(unit)
         unit.deliver = lambda: self._deliver(unit, buffer, future)
-        unit.m = in_math_dtype(buffer)
+        unit.m = _in_math_dtype(buffer)
         if self._nodes is None:
             self.first_stage(unit)
             return
@@ -66,3 +66,8 @@ class PowerSGDHook(LowRankHook):
             keeps_p=self.options.alternate,
             keeps_error=self.options.use_error_feedback,
         )
+
+
+def _in_math_dtype(gradient: torch.Tensor) -> torch.Tensor:
+    """At least float32: half precision is not enough for products and residuals."""
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))

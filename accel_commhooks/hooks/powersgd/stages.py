@@ -3,9 +3,14 @@
 Each gradient matrix M [n, m] is sent as factors P [n, r] and Q [m, r]; what they miss stays in a residual that is added to
 the next gradient. The order of events in one backward:
 
+- at the first bucket: the starting Qs are orthogonalised, as they do not depend on the gradient;
 - for each bucket, as DDP hands it over: M = gradient + residual, P = M Q; P and all vectors start their all-reduce;
 - at the last bucket, in bucket order: wait for P, orthogonalise it, Q = M^T P, start Q's all-reduce;
 - then, in bucket order: wait for Q, write P Q^T into the bucket, keep M - P Q^T, complete the bucket's Future.
+
+On a CPU the last two stages are done bucket by bucket, so that one bucket is computed while the next ones travel. On an
+accelerator small kernels cost more than that gains, so all buckets are one wave: each P is waited for, then all are
+orthogonalised together.
 
 With ``alternate`` there is one factor a step, P and Q in turn, each a product with the other's last basis (ACP-SGD,
 arXiv:2306.08881). ``scope: node`` averages whole gradients inside a node and compresses between nodes only.
@@ -28,11 +33,14 @@ from ...comm.pending import PendingResult
 from ...comm.process_group import GradBucket
 from ...comm.wire import wire_dtype_named
 from ...config.errors import launched_rank, warn_once
+from ...upstream import foreach
 from ..base import HookContext, QueueHook, State, new_future
+from . import factors, lowrank, products
+from .bases import orthonormal_bases
 from .figures import CompressionStats
-from .lowrank import add_and_project, approximate, orthogonalize, random_factor
+from .memory import Memory
 from .options import LowRankOptions
-from .units import Memory, ShapeGroup, Unit
+from .units import Unit
 
 logger = logging.getLogger("accel_commhooks")
 
@@ -78,6 +86,8 @@ class LowRankHook(QueueHook):
             return super().reduce(bucket)
         future = new_future(bucket.buffer().device)
         self._compressed_now = True
+        if bucket.index() == 0:
+            self._take_bases(list(self._units.values()))
         self.enqueue(bucket, future)
         if bucket.is_last():
             self._finish_compressed()
@@ -113,16 +123,15 @@ class LowRankHook(QueueHook):
         for unit in queue:
             if not unit.started:
                 self.first_stage(unit)
-        zero = queue[0].flat.new_zeros(())
-        for unit in queue:
-            zero = zero + self._second_stage(unit)
-        fine = zero == 0
-        for unit in queue:
-            self._third_stage(unit, fine)
+        waves = [[unit] for unit in queue] if lowrank.on_host(queue[0].flat) else [queue]
+        largest = [self._second_stage(wave) for wave in waves]
+        fine = torch.stack(largest).amax() < math.inf
+        for wave in waves:
+            self._third_stage(wave, fine)
         self._stats.done()
         self._units = {key: unit for key, unit in self._units.items() if unit in queue}
 
-    # The three stages of a unit.
+    # The three stages.
 
     def first_stage(self, unit: Unit) -> None:
         """M = gradient + residual; start sending the first factor and vectors."""
@@ -130,67 +139,64 @@ class LowRankHook(QueueHook):
         unit.wait()
         scale = self.context.loss_scale(unit.m.device)
         if scale is not None:
-            unit.m.mul_(scale.reciprocal())
-        if self.context.finds_unused:
-            self._note_used(unit)
-        unit.pack_vectors()
-        for group in unit.groups:
-            if self._sends_q():
-                group.p.copy_(self._basis(group.start_p()))
-            else:
-                group.q.copy_(self._basis(group.start_q() if self.options.warm_start else self._fresh_q(group)))
-            self._multiply(unit, group, transposed=self._sends_q(), add_errors=True)
+            unit.m.div_(scale)
+        if self.context.finds_unused and unit.runs:
+            unit.flags.copy_(foreach.largest(unit.matrices()) != 0)  # a NaN is not zero
+        vectors, sent = unit.travelling_vectors()
+        foreach.copy(sent, vectors)
+        if any(run.basis is None for run in unit.runs):
+            self._take_bases([unit])
+        for run in unit.runs:
+            assert run.basis is not None
+            run.left, run.right = (run.basis, run.q) if self._sends_q() else (run.p, run.basis)
+        products.project(unit, onto_p=self._sends_q(), adds_errors=True, batched=self._in_batches(unit))
         self._stats.begin(self._compressed_steps)
         self._stats.at_gradient(unit)
         if self.options.alternate:
             self._stats.at_factor(unit, "q" if self._sends_q() else "p")
         unit.pending = self._send(unit, unit.right if self._sends_q() else unit.left)
 
-    def _second_stage(self, unit: Unit) -> torch.Tensor:
-        """Wait for the first factor, start the second. Returns 0, or NaN if a gradient anywhere was not finite."""
-        unit.wait()
-        sent = unit.right if self._sends_q() else unit.left
-        zero = (unit.flat[sent] * 0).sum() + (unit.flat[unit.small] * 0).sum()
+    def _second_stage(self, wave: list[Unit]) -> torch.Tensor:
+        """Wait for the first factors, start the second. Returns the largest value that was received; it may be NaN."""
+        for unit in wave:
+            unit.wait()
+        received = [unit.flat[_both(unit.right if self._sends_q() else unit.left, unit.small)] for unit in wave]
         if not self.options.alternate:
-            for group in unit.groups:
-                group.p.copy_(self._basis(group.p))
-                self._multiply(unit, group, transposed=True)
-            self._stats.at_factor(unit, "q")
-            if unit.groups:
-                unit.pending = [self._average(unit.flat[unit.right], self._wire_dtype)]
-        return zero
+            runs = [run for unit in wave for run in unit.runs]
+            for run, basis in zip(runs, self._bases([run.p for run in runs]), strict=True):
+                run.left, run.right = basis, run.q
+            for unit in wave:
+                products.project(unit, onto_p=True, batched=self._in_batches(unit))
+                self._stats.at_factor(unit, "q")
+                if unit.runs:
+                    unit.pending = [self._average(unit.flat[unit.right], self._wire_dtype)]
+        return _largest_of(received)
 
-    def _third_stage(self, unit: Unit, fine: torch.Tensor) -> None:
-        """Wait for the second factor; the approximation is the result, the rest the new residual."""
-        unit.wait()
-        fine = fine & ((unit.flat[unit.right] * 0).sum() == 0)
-        self._memory.before_change(unit)
-        for group in unit.groups:
-            if self.context.finds_unused:
-                # DDP leaves a parameter that no rank used as it was, so its residual and factors must stay as well.
-                used = group.flags > 0
-                left, kept = group.p * used, fine & used
-            else:
-                left, kept = group.p, fine
-            for index, matrix in enumerate(group.matrices):
-                view, p, q = matrix.view(unit.m), left[index], group.q[index]
-                if group.errors:
-                    approximate(view, group.errors[index], p, q, fine)
-                else:
-                    torch.mm(p.t(), q, out=view)
-            if not self._sends_q() and group.p_kept is not None:
-                torch.where(kept, group.p, group.p_kept, out=group.p_kept)
-            else:
-                torch.where(kept, group.q, group.q_kept, out=group.q_kept)
-        self._stats.at_residual(unit)
-        unit.unpack_vectors()
+    def _third_stage(self, wave: list[Unit], fine: torch.Tensor) -> None:
+        """Wait for the second factors; the approximation is the result, the rest the new residual."""
+        for unit in wave:
+            unit.wait()
+        if not self.options.alternate:
+            fine = fine & (_largest_of([unit.flat[unit.right] for unit in wave]) < math.inf)
+        for unit in wave:
+            self._memory.before_change(unit)
+        takes_p = self.options.alternate and not self._sends_q()
+        factors.keep(wave, "p" if takes_p else "q", fine, only_used=self.context.finds_unused)
+        products.approximate(wave, fine, batched=self._in_batches(wave[0]))
+        for unit in wave:
+            self._stats.at_residual(unit)
+            vectors, sent = unit.travelling_vectors()
+            foreach.copy(vectors, sent)
         # Whatever was non-finite must be so in the result, on every rank.
-        unit.m[:1].add_(torch.where(fine, 0.0, torch.nan))
-        scale = self.context.loss_scale(unit.m.device)
+        foreach.add([unit.m[:1] for unit in wave], torch.where(fine, 0.0, torch.nan))
+        scale = self.context.loss_scale(wave[0].m.device)
         if scale is not None:
-            unit.m.mul_(scale)
-        unit.started = False
-        unit.deliver()
+            foreach.multiply([unit.m for unit in wave], scale)
+        for unit in wave:
+            unit.started = False
+            for run in unit.runs:
+                run.basis = None
+            unit.deliver()
 
     # Factors.
 
@@ -198,49 +204,35 @@ class LowRankHook(QueueHook):
         """Whether the only factor of this step is Q: in turn, under ``alternate``."""
         return self.options.alternate and self._compressed_steps % 2 == 1
 
-    def _basis(self, factor: torch.Tensor) -> torch.Tensor:
-        return orthogonalize(factor, self.options.orthogonalization_epsilon)
+    def _bases(self, starts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return orthonormal_bases(starts, self.options.orthogonalization_epsilon)
 
-    def _fresh_q(self, group: ShapeGroup) -> torch.Tensor:
-        keys = [f"{matrix.name}/{self._compressed_steps}" for matrix in group.matrices]
-        return torch.stack([self.draw(key, *group.q.shape[1:]) for key in keys]).to(group.q)
+    def _take_bases(self, units: list[Unit]) -> None:
+        """The orthonormal factors that this step starts from."""
+        side: factors.Side = "p" if self._sends_q() else "q"
+        if side == "p" or self.options.warm_start:
+            starts = factors.kept_ones(units, side)
+        else:
+            starts = factors.fresh_ones(
+                units, lambda x: self.draw(f"{x.name}/{self._compressed_steps}", x.rank, x.columns)
+            )
+        runs = [run for unit in units for run in unit.runs]
+        for run, basis in zip(runs, self._bases(starts), strict=True):
+            run.basis = basis
 
     def draw(self, key: str, rank: int, n: int) -> torch.Tensor:
-        return random_factor(rank, n, key=key, seed=self.options.random_seed)
+        return lowrank.random_factor(rank, n, key=key, seed=self.options.random_seed)
 
-    def _multiply(self, unit: Unit, group: ShapeGroup, *, transposed: bool, add_errors: bool = False) -> None:
-        """P = Q M^T, or Q = P M (row factors); with ``add_errors``, M = gradient + residual first."""
-        views = [matrix.view(unit.m) for matrix in group.matrices]
-        errors = group.errors if add_errors else []
-        if self.options.batch_tensors_with_same_shape and len(views) > 1:
-            for view, error in zip(views, errors, strict=False):
-                view.add_(error[:-1])
-            stacked = torch.stack(views)
-            if transposed:
-                torch.bmm(group.p, stacked, out=group.q)
-            else:
-                torch.bmm(group.q, stacked.transpose(1, 2), out=group.p)
-            return
-        for index, view in enumerate(views):
-            if errors:
-                add_and_project(view, errors[index], group.p[index], group.q[index], onto_p=transposed)
-            elif transposed:
-                torch.mm(group.p[index], view, out=group.q[index])
-            else:
-                torch.mm(group.q[index], view.t(), out=group.p[index])
-
-    def _note_used(self, unit: Unit) -> None:
-        for group in unit.groups:
-            for index, matrix in enumerate(group.matrices):
-                largest = torch.linalg.vector_norm(matrix.view(unit.m), ord=float("inf"))
-                group.flags[index].copy_((largest > 0) | largest.isnan())
+    def _in_batches(self, unit: Unit) -> bool:
+        asked = self.options.batch_tensors_with_same_shape
+        return asked if asked is not None else not lowrank.on_host(unit.flat)
 
     # Sending.
 
     def _send(self, unit: Unit, factor: slice) -> list[PendingResult]:
         """The factor with the vectors beside it in one collective, or in two where only the factor is narrowed."""
         if self._wire_dtype is None:
-            both = slice(min(factor.start, unit.small.start), max(factor.stop, unit.small.stop))
+            both = _both(factor, unit.small)
             return [self._average(unit.flat[both], None)] if both.stop > both.start else []
         parts = [(factor, self._wire_dtype), (unit.small, None)]
         return [self._average(unit.flat[part], dtype) for part, dtype in parts if part.stop > part.start]
@@ -293,6 +285,12 @@ class LowRankHook(QueueHook):
         return merged
 
 
-def in_math_dtype(gradient: torch.Tensor) -> torch.Tensor:
-    """At least float32: half precision is not enough for products and residuals."""
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+def _both(factor: slice, small: slice) -> slice:
+    """A factor and the vectors beside it, which are neighbours in the buffer."""
+    return slice(min(factor.start, small.start), max(factor.stop, small.stop))
+
+
+def _largest_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value; NaN if there is one."""
+    full = [part for part in parts if part.numel()]
+    return foreach.largest(full).amax() if full else parts[0].new_zeros(())

@@ -1,19 +1,16 @@
-"""Where PowerSGD's matrices, factors and residuals are kept in memory.
+"""Where PowerSGD's matrices, factors and residuals of one step are.
 
 A :class:`Unit` is what is compressed together (the gradients of one bucket). Everything that it sends is in one flat buffer::
 
     [ P of all matrices | vectors | flags | Q of all matrices ]
 
-so that P, vectors and flags travel in one collective, and so do vectors, flags and Q. Matrices of one shape stand side by
-side and are orthogonalised in one call.
-
-:class:`Memory` keeps what outlives a step, by parameter name. While a unit is in use the memory points into it; when DDP
-rebuilds its buckets, new units are filled from the old ones by name.
+so that P, vectors and flags travel in one collective, and so do vectors, flags and Q. Matrices of one shape that lie at even
+distances in the gradient are a :class:`Run`: one strided view of the gradient shows all of them, without a copy.
 """
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,34 +41,61 @@ class Matrix:
 
 
 @dataclass(eq=False)
-class ShapeGroup:
-    """Matrices of one shape, and their factors: [b, r, n] and [b, r, m]."""
+class Run:
+    """Matrices of one shape at even distances, and their factors: [b, r, n] and [b, r, m]."""
 
     matrices: list[Matrix]
+    distance: int
+    """Elements from one matrix to the next."""
     p: torch.Tensor
-    """The left factor of this step."""
+    """Where P is computed and sent from, in the unit's buffer."""
     q: torch.Tensor
-    """The right factor of this step."""
-    flags: torch.Tensor
-    """[b, 1, 1]: above zero where some rank had a gradient."""
-    errors: list[torch.Tensor]
-    """The residual of each matrix, [n + 1, m]; the extra row is scratch space (see lowrank.approximate). Empty if unused."""
+    errors: torch.Tensor | None
+    """The residuals, [b, n + 1, m]; row 0 is scratch space (see lowrank.rows_to_keep). None without error feedback."""
     q_kept: torch.Tensor
-    """The right factor to start from, kept from step to step."""
+    """The right factor to start from, a part of the unit's."""
     p_kept: torch.Tensor | None
     """The left factor to start from, where both take turns."""
-    q_spare: torch.Tensor
-    """Random and tiny: adding it changes only rows that are zero."""
-    p_spare: torch.Tensor | None
+    basis: torch.Tensor | None = None
+    """The orthonormal factor that this step starts from."""
+    left: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """The left factor of this step's approximation."""
+    right: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def start_p(self) -> torch.Tensor:
-        """See :meth:`start_q`."""
-        assert self.p_kept is not None and self.p_spare is not None
-        return self.p_kept + self.p_spare
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """All matrices of the run, [b, n, m], in a flat gradient."""
+        first = self.matrices[0]
+        size = (len(self.matrices), first.rows, first.columns)
+        return flat.as_strided(size, (self.distance, first.columns, 1), flat.storage_offset() + first.offset)
 
-    def start_q(self) -> torch.Tensor:
-        """The factor to start from. Rows that the last gradient left at zero, its rank being too low, start at random."""
-        return self.q_kept + self.q_spare
+
+def _runs(matrices: list[Matrix]) -> list[tuple[list[Matrix], int]]:
+    """(matrices, distance): as few runs as there can be, taking matrices in their order."""
+    by_shape: dict[tuple[int, int, int], list[Matrix]] = {}
+    for matrix in matrices:
+        by_shape.setdefault(matrix.shape, []).append(matrix)
+    runs: list[tuple[list[Matrix], int]] = []
+    for same in by_shape.values():
+        run, distance = same[:1], same[0].rows * same[0].columns
+        for before, matrix in itertools.pairwise(same):
+            gap = matrix.offset - before.offset
+            if len(run) > 1 and gap != distance:
+                runs.append((run, distance))
+                run = []
+            run.append(matrix)
+            distance = gap
+        runs.append((run, distance))
+    return runs
+
+
+@dataclass(eq=False)
+class Kept:
+    """Factors to start from, kept from step to step: one flat tensor for all matrices of a unit."""
+
+    flat: torch.Tensor
+    spare: torch.Tensor
+    """Random and tiny. Added to a factor, it changes only rows that are zero: what the last gradient left at zero, its
+    rank being too low, starts at random."""
 
 
 @dataclass(eq=False)
@@ -79,13 +103,15 @@ class Unit:
     """The buffers of what is compressed together, and the state of this step."""
 
     numel: int
-    groups: list[ShapeGroup]
+    runs: list[Run]
     vectors: list[tuple[int, int]]
     """(offset, length) of what travels uncompressed."""
     flat: torch.Tensor
     left: slice
     small: slice
     right: slice
+    q_kept: Kept
+    p_kept: Kept | None
     residuals: list[tuple[str, int, int]]
     """(parameter, offset, length) of the residuals that are remembered, where the gradient has them."""
 
@@ -109,41 +135,43 @@ class Unit:
     ) -> Unit:
         """Buffers of at least float32, on the device of the gradients; ``draw(key, r, n)`` gives random factors."""
         make: dict[str, Any] = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
-        by_shape: dict[tuple[int, int, int], list[Matrix]] = {}
-        for matrix in matrices:
-            by_shape.setdefault(matrix.shape, []).append(matrix)
-        size_p = sum(len(same) * n * r for (n, _, r), same in by_shape.items())
-        size_q = sum(len(same) * m * r for (_, m, r), same in by_shape.items())
+        runs = _runs(matrices)
+        in_order = [matrix for run, _ in runs for matrix in run]
+        size_p, size_q = (sum(x.rank * length(x) for x in in_order) for length in (_rows, _columns))
         size_vectors = sum(length for _, length in vectors)
         size_small = size_vectors + len(matrices)
         flat = torch.zeros(size_p + size_small + size_q, **make)
-        groups, at_p, at_flag, at_q = [], 0, size_p + size_vectors, size_p + size_small
-        for (n, m, r), same in by_shape.items():
-            b = len(same)
-            random_q = torch.stack([draw(matrix.name, r, m) for matrix in same]).to(**make)
-            random_p = torch.stack([draw(f"{matrix.name}/p", r, n) for matrix in same]).to(**make) if keeps_p else None
-            groups.append(
-                ShapeGroup(
-                    matrices=same,
-                    p=flat[at_p : at_p + b * n * r].view(b, r, n),
-                    q=flat[at_q : at_q + b * m * r].view(b, r, m),
-                    flags=flat[at_flag : at_flag + b].view(b, 1, 1),
-                    errors=[torch.zeros(n + 1, m, **make) for _ in same] if keeps_error else [],
-                    q_kept=random_q,
-                    p_kept=None if random_p is None else torch.zeros_like(random_p),
-                    q_spare=random_q * SPARE,
-                    p_spare=None if random_p is None else random_p * SPARE,
+        random_q = _joined([draw(x.name, x.rank, x.columns) for x in in_order], make)
+        random_p = _joined([draw(f"{x.name}/p", x.rank, x.rows) for x in in_order], make) if keeps_p else None
+        q_kept = Kept(random_q, random_q * SPARE)
+        p_kept = None if random_p is None else Kept(torch.zeros_like(random_p), random_p * SPARE)
+        made, at_p, at_q = [], 0, size_p + size_small
+        for run, distance in runs:
+            b, (n, m, r) = len(run), run[0].shape
+            place_p, place_q = slice(at_p, at_p + b * n * r), slice(at_q, at_q + b * m * r)
+            kept = slice(place_q.start - size_p - size_small, place_q.stop - size_p - size_small)
+            made.append(
+                Run(
+                    matrices=run,
+                    distance=distance,
+                    p=flat[place_p].view(b, r, n),
+                    q=flat[place_q].view(b, r, m),
+                    errors=torch.zeros(b, n + 1, m, **make) if keeps_error else None,
+                    q_kept=q_kept.flat[kept].view(b, r, m),
+                    p_kept=None if p_kept is None else p_kept.flat[place_p].view(b, r, n),
                 )
             )
-            at_p, at_flag, at_q = at_p + b * n * r, at_flag + b, at_q + b * m * r
+            at_p, at_q = place_p.stop, place_q.stop
         return cls(
             numel=numel,
-            groups=groups,
+            runs=made,
             vectors=vectors,
             flat=flat,
             left=slice(0, size_p),
             small=slice(size_p, size_p + size_small),
             right=slice(size_p + size_small, size_p + size_small + size_q),
+            q_kept=q_kept,
+            p_kept=p_kept,
             residuals=residuals,
         )
 
@@ -157,100 +185,47 @@ class Unit:
             pending.wait()
         self.pending = []
 
-    def pack_vectors(self) -> None:
-        at = self.small.start
-        for offset, length in self.vectors:
-            self.flat[at : at + length].copy_(self.m[offset : offset + length])
-            at += length
+    def travelling_vectors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What travels uncompressed, in the gradient and in the buffer that is sent."""
+        sizes = [length for _, length in self.vectors]
+        sent = self.flat[self.small.start : self.small.start + sum(sizes)].split(sizes) if sizes else []
+        return [self.m[offset : offset + length] for offset, length in self.vectors], list(sent)
 
-    def unpack_vectors(self) -> None:
-        at = self.small.start
-        for offset, length in self.vectors:
-            self.m[offset : offset + length].copy_(self.flat[at : at + length])
-            at += length
+    @property
+    def flags(self) -> torch.Tensor:
+        """One for each matrix, in the order of :meth:`matrices`: above zero where some rank had a gradient."""
+        return self.flat[self.small.stop - sum(len(run.matrices) for run in self.runs) : self.small.stop]
+
+    def matrices(self) -> list[torch.Tensor]:
+        """Each matrix in the gradient."""
+        return [matrix.view(self.m) for run in self.runs for matrix in run.matrices]
 
     def errors(self) -> list[torch.Tensor]:
-        """All residuals of this unit."""
-        return [error for group in self.groups for error in group.errors]
+        """The residual of each matrix, without its scratch space; empty without error feedback."""
+        return [error[1:] for run in self.runs if run.errors is not None for error in run.errors]
 
     def remembered(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(kind, name, tensor) of everything that outlives a step."""
-        for group in self.groups:
-            for index, matrix in enumerate(group.matrices):
-                yield "q", matrix.name, group.q_kept[index]
-                if group.p_kept is not None:
-                    yield "p", matrix.name, group.p_kept[index]
-                if group.errors:
+        for run in self.runs:
+            for index, matrix in enumerate(run.matrices):
+                yield "q", matrix.name, run.q_kept[index]
+                if run.p_kept is not None:
+                    yield "p", matrix.name, run.p_kept[index]
+                if run.errors is not None:
                     end = matrix.offset + matrix.rows * matrix.columns
                     for name, offset, length in self.residuals:
                         if matrix.offset <= offset < end:
                             start = offset - matrix.offset
-                            yield "error", name, group.errors[index].view(-1)[start : start + length]
+                            yield "error", name, run.errors[index, 1:].view(-1)[start : start + length]
 
 
-class Memory:
-    """What outlives a step: factors and residuals by parameter name.
+def _rows(matrix: Matrix) -> int:
+    return matrix.rows
 
-    A backward changes residuals at once, but its gradients may be cleared without a step: a generator's loss goes through
-    the discriminator, SAM looks ahead. Then residuals must be as they were before. A copy of them is kept from the first
-    time on that gradients are discarded; scripts that never do so do not pay for it.
-    """
 
-    def __init__(self) -> None:
-        self._kept: dict[str, dict[str, torch.Tensor]] = {"q": {}, "p": {}, "error": {}}
-        self.keeps_copies = False
-        """Whether gradients have been discarded before."""
-        self._changed: dict[int, Unit] = {}
-        """Units whose residuals have changed since the last step, by id."""
-        self._before: weakref.WeakKeyDictionary[Unit, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-        """Their residuals as they were before. Not by id: a new unit may get that of one that is gone."""
+def _columns(matrix: Matrix) -> int:
+    return matrix.columns
 
-    def before_change(self, unit: Unit) -> None:
-        """The residuals of a unit are about to change; called for the first time since a step or again."""
-        if id(unit) in self._changed:
-            return
-        self._changed[id(unit)] = unit
-        if self.keeps_copies:
-            errors = unit.errors()
-            if unit not in self._before:
-                self._before[unit] = [torch.empty_like(error) for error in errors]
-            for copy, error in zip(self._before[unit], errors, strict=True):
-                copy.copy_(error)
 
-    def commit(self) -> None:
-        """A step was taken: what has changed stays."""
-        self._changed = {}
-
-    def roll_back(self, kept: torch.Tensor | None) -> None:
-        """Residuals become what they were at the last step, unless ``kept`` says on the device that they must stay.
-
-        Without a copy of them, the first time, they become zero.
-        """
-        for unit in self._changed.values():
-            errors = unit.errors()
-            copies = self._before.get(unit) or [error.new_zeros(()) for error in errors]
-            for error, copy in zip(errors, copies, strict=True):
-                error.copy_(copy if kept is None else torch.where(kept, error, copy))
-        self.keeps_copies = True
-        if kept is None:
-            self._changed = {}
-
-    def move_into(self, unit: Unit) -> None:
-        """Fill a new unit with what is known of its parameters."""
-        for kind, name, tensor in unit.remembered():
-            old = self._kept[kind].get(name)
-            if old is not None and old.numel() == tensor.numel():
-                tensor.copy_(old.reshape(tensor.shape))
-            self._kept[kind][name] = tensor
-
-    def factors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What is the same on all ranks: both factors to start from."""
-        return {f"factor {kind}": self._kept[kind] for kind in ("q", "p")}
-
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {kind: {name: t.detach().clone() for name, t in kept.items()} for kind, kept in self._kept.items()}
-
-    def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        self._kept = {kind: dict(kept) for kind, kept in state.items()}
-        self._changed = {}  # those units are not used any more
-        self._before.clear()
+def _joined(factors: list[torch.Tensor], make: dict[str, Any]) -> torch.Tensor:
+    return torch.cat([factor.view(-1) for factor in factors] or [torch.empty(0)]).to(**make)

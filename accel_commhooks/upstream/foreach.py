@@ -1,0 +1,46 @@
+"""Operations on lists of tensors: on an accelerator one kernel serves many tensors.
+
+These are ``torch._foreach_*``, with which torch's own optimizers work; there is no public name for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+
+def copy(targets: Tensors, sources: Tensors) -> None:
+    """Each target becomes its source; types may differ."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def add(targets: Tensors, others: Tensors | torch.Tensor) -> None:
+    """Add to each target in place: its own tensor, or one number on the device to all."""
+    if targets:
+        torch._foreach_add_(list(targets), others if torch.is_tensor(others) else list(others))
+
+
+def sums(ones: Tensors, others: Tensors) -> Tensors:
+    """New tensors."""
+    return torch._foreach_add(list(ones), list(others)) if ones else []
+
+
+def multiply(targets: Tensors, factor: torch.Tensor) -> None:
+    """Multiply each target in place by one number on the device."""
+    if targets:
+        torch._foreach_mul_(list(targets), factor)
+
+
+def norms(tensors: Tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The Euclidean norm of each tensor, as one tensor."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
+
+
+def largest(tensors: Tensors) -> torch.Tensor:
+    """The largest absolute value in each tensor, as one tensor; a NaN is larger than all. Empty tensors are not allowed."""
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf))
