@@ -185,7 +185,7 @@ class CommHook:
 
 def new_future(device: torch.device) -> torch.futures.Future:
     """A Future for DDP whose value is set later, from the thread and under the stream that produced it."""
-    return torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
+    return torch.futures.Future() if device.type in ("cpu", "meta") else torch.futures.Future(devices=[device])
 
 
 class QueueHook(CommHook):

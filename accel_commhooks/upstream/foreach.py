@@ -19,10 +19,10 @@ def copy(targets: Tensors, sources: Tensors) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def add(targets: Tensors, others: Tensors | torch.Tensor) -> None:
-    """Add to each target in place: its own tensor, or one number on the device to all."""
+def add(targets: Tensors, others: Tensors) -> None:
+    """Add to each target, in place."""
     if targets:
-        torch._foreach_add_(list(targets), others if torch.is_tensor(others) else list(others))
+        torch._foreach_add_(list(targets), list(others))
 
 
 def sums(ones: Tensors, others: Tensors) -> Tensors:
@@ -30,10 +30,19 @@ def sums(ones: Tensors, others: Tensors) -> Tensors:
     return torch._foreach_add(list(ones), list(others)) if ones else []
 
 
-def multiply(targets: Tensors, factor: torch.Tensor) -> None:
-    """Multiply each target in place by one number on the device."""
+# Called by its Python name with a tensor of one number, a foreach operation may read that number on the host.
+
+
+def add_number(targets: Tensors, number: torch.Tensor) -> None:
+    """Add one number, a tensor on the device, to each target in place."""
     if targets:
-        torch._foreach_mul_(list(targets), factor)
+        torch.ops.aten._foreach_add_.Tensor(list(targets), number)
+
+
+def multiply(targets: Tensors, number: torch.Tensor) -> None:
+    """Multiply each target in place by one number, a tensor on the device."""
+    if targets:
+        torch.ops.aten._foreach_mul_.Tensor(list(targets), number)
 
 
 def norms(tensors: Tensors, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -185,10 +185,10 @@ class LowRankHook(QueueHook):
         products.approximate(wave, fine, batched=self._in_batches(wave[0]))
         for unit in wave:
             self._stats.at_residual(unit)
-            vectors, sent = unit.travelling_vectors()
-            foreach.copy(vectors, sent)
+        arrived = [unit.travelling_vectors() for unit in wave]
+        foreach.copy([vector for vectors, _ in arrived for vector in vectors], [part for _, sent in arrived for part in sent])
         # Whatever was non-finite must be so in the result, on every rank.
-        foreach.add([unit.m[:1] for unit in wave], torch.where(fine, 0.0, torch.nan))
+        foreach.add_number([unit.m[:1] for unit in wave], torch.where(fine, 0.0, torch.nan))
         scale = self.context.loss_scale(wave[0].m.device)
         if scale is not None:
             foreach.multiply([unit.m for unit in wave], scale)
