@@ -11,7 +11,6 @@ has not (tensors of different strides). Collectives are counted apart.
 from __future__ import annotations
 
 import argparse
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,7 +107,9 @@ def _norm(shapes: Shapes, name: str, width: int, bias: bool = True) -> None:
 
 
 def bert_base(layers: int = 12, width: int = 768) -> Shapes:
-    shapes: Shapes = {f"embeddings.{kind}.weight": (n, width) for kind, n in (("word", 30522), ("position", 512), ("type", 2))}
+    shapes: Shapes = {
+        f"embeddings.{kind}.weight": (n, width) for kind, n in (("word", 30522), ("position", 512), ("type", 2))
+    }
     _norm(shapes, "embeddings.norm", width)
     for layer in range(layers):
         for part in ("query", "key", "value", "output"):
@@ -159,7 +160,9 @@ class FakeBucket:
 
     def __init__(self, index: int, last: bool, parameters: list[torch.nn.Parameter]):
         self._index, self._last, self._parameters = index, last, parameters
-        self._buffer = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+        self._buffer = torch.empty(
+            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+        )
 
     def index(self) -> int:
         return self._index
@@ -196,7 +199,9 @@ class Model(torch.nn.Module):
     def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32):
         super().__init__()
         for name, shape in shapes.items():
-            self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+            self.register_parameter(
+                name.replace(".", "_"), torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+            )
 
 
 @dataclass
@@ -240,7 +245,6 @@ class Run:
         self.hook.catch_up()
         self.optimizer.zero_grad()
         self.hook.synchronize()
-
 
     def _backward(self) -> None:
         self.hook.begin_backward()

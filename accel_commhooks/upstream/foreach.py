@@ -19,6 +19,22 @@ def copy(targets: Tensors, sources: Tensors) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
+def zero(targets: Tensors) -> None:
+    """Set each target to zero."""
+    if targets:
+        torch._foreach_zero_(list(targets))
+
+
+def converted(tensors: Tensors, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Each tensor in its type; the tensor itself where it has that already."""
+    made = [
+        t if t.dtype == dtype else torch.empty_like(t, dtype=dtype) for t, dtype in zip(tensors, dtypes, strict=True)
+    ]
+    changed = [(new, old) for new, old in zip(made, tensors, strict=True) if new is not old]
+    copy([new for new, _ in changed], [old for _, old in changed])
+    return made
+
+
 def add(targets: Tensors, others: Tensors) -> None:
     """Add to each target, in place."""
     if targets:

@@ -186,7 +186,9 @@ class LowRankHook(QueueHook):
         for unit in wave:
             self._stats.at_residual(unit)
         arrived = [unit.travelling_vectors() for unit in wave]
-        foreach.copy([vector for vectors, _ in arrived for vector in vectors], [part for _, sent in arrived for part in sent])
+        foreach.copy(
+            [vector for vectors, _ in arrived for vector in vectors], [part for _, sent in arrived for part in sent]
+        )
         # Whatever was non-finite must be so in the result, on every rank.
         foreach.add_number([unit.m[:1] for unit in wave], torch.where(fine, 0.0, torch.nan))
         scale = self.context.loss_scale(wave[0].m.device)

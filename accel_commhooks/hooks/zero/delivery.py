@@ -7,14 +7,14 @@ the same factor everywhere, and a non-finite gradient on one rank is seen by the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ...comm.collectives import Communicator
 from ...comm.process_group import GradBucket
-from ...upstream import seams
+from ...upstream import foreach, seams
 from ...upstream.callbacks import weak_method
 from ..base import new_future
 from .sharding import Ownership
@@ -27,12 +27,12 @@ class BucketInFlight:
     """A bucket on its way: packed and sent, received as this rank's parts, delivered to DDP."""
 
     def __init__(self, bucket: GradBucket, ownership: Ownership):
-        self._buffer = bucket.buffer()
+        self.buffer = bucket.buffer()
         self._ownership = ownership
-        self.future = new_future(self._buffer.device)
+        self.future = new_future(self.buffer.device)
         self._parameters = bucket.parameters()
         sizes = [p.numel() for p in self._parameters]
-        self._receive = ownership.reduce(list(zip(self._parameters, self._buffer.split(sizes), strict=True)))
+        self._receive = ownership.reduce(list(zip(self._parameters, self.buffer.split(sizes), strict=True)))
         self.parts: Parts = []
         self._rest: torch.Tensor | None = None
 
@@ -43,24 +43,29 @@ class BucketInFlight:
         return self.parts
 
     def carry(self, rest: torch.Tensor) -> None:
-        """Take what the other ranks' parts add to each parameter's norm."""
-        self._rest = rest.to(self._buffer.dtype)
+        """Take what the other ranks' parts add to each parameter's norm, in the bucket's type."""
+        self._rest = rest
 
-    def deliver(self) -> None:
-        """Write owned parts and the rest of the norms into the bucket, and hand it to DDP."""
-        self._buffer.zero_()
-        offset, places, carried = 0, [], []
+    def places(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(place in the bucket, what goes there): owned parts and the rest of the norms; zero everywhere else."""
+        offset = 0
         for index, (parameter, part) in enumerate(self.parts):
             start, stop = self._ownership.range(parameter)
-            self._buffer[offset + start : offset + stop].copy_(part)
-            if stop - start < parameter.numel():
-                places.append(offset + (stop if stop < parameter.numel() else start - 1))
-                carried.append(index)
+            if len(part):
+                yield self.buffer[offset + start : offset + stop], part
+            if self._rest is not None and stop - start < parameter.numel():
+                place = offset + (stop if stop < parameter.numel() else start - 1)
+                yield self.buffer[place : place + 1], self._rest[index : index + 1]
             offset += parameter.numel()
-        if self._rest is not None and places:
-            for place, index in zip(places, carried, strict=True):
-                self._buffer[place : place + 1].copy_(self._rest[index : index + 1])
-        self.future.set_result(self._buffer)
+
+
+def deliver(buckets: Sequence[BucketInFlight]) -> None:
+    """Write everything into the buckets, and hand them to DDP."""
+    foreach.zero([bucket.buffer for bucket in buckets])
+    pairs = [pair for bucket in buckets for pair in bucket.places()]
+    foreach.copy([place for place, _ in pairs], [part for _, part in pairs])
+    for bucket in buckets:
+        bucket.future.set_result(bucket.buffer)
 
 
 def share_norms(comm: Communicator, buckets: Sequence[BucketInFlight]) -> None:
@@ -68,13 +73,14 @@ def share_norms(comm: Communicator, buckets: Sequence[BucketInFlight]) -> None:
     # One number a parameter, so double precision costs nothing, and the reported norm is right to the last digit.
     parts = [part for bucket in buckets for _, part in bucket.parts]
     double = torch.float64 if parts[0].device.type != "mps" else torch.float32
-    own = torch.stack([torch.linalg.vector_norm(part, dtype=double) for part in parts]).square()
+    own = foreach.norms(parts, double).square()
     total = comm.all_reduce(own.clone(), mean=False).wait()
     rest = (total - own).clamp_min(0).sqrt()
     rest = torch.where(torch.isfinite(total), rest, total)
+    by_type = {dtype: rest.to(dtype) for dtype in {bucket.buffer.dtype for bucket in buckets}}
     offset = 0
     for bucket in buckets:
-        bucket.carry(rest[offset : offset + len(bucket.parts)])
+        bucket.carry(by_type[bucket.buffer.dtype][offset : offset + len(bucket.parts)])
         offset += len(bucket.parts)
 
 

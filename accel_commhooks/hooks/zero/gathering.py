@@ -34,9 +34,6 @@ class ParameterGather:
         size = 0
         for index, parameter in enumerate(parameters):
             flat = parameter.detach().view(-1)
-            if self._wire_dtype is not None:
-                start, stop = self._ownership.range(parameter)
-                flat[start:stop].copy_(self._shards.get(parameter).detach())  # type: ignore[union-attr]
             pairs.append((parameter, flat))
             size += flat.numel() * flat.element_size()
             following = parameters[index + 1] if index + 1 < len(parameters) else None
@@ -48,7 +45,8 @@ class ParameterGather:
             self._end_guard = seams.guard_parameters(self._module, self._finish)
 
     def _start_piece(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        finish = self._ownership.gather(pairs, dtype=self._wire_dtype)
+        own = [self._shards.get(parameter).detach() for parameter, _ in pairs]  # type: ignore[union-attr]
+        finish = self._ownership.gather(pairs, own, dtype=self._wire_dtype)
         members = [id(parameter) for parameter, _ in pairs]
 
         def finish_all() -> None:

@@ -22,7 +22,7 @@ from ...upstream import seams
 from ...upstream.callbacks import WeakList
 from ..base import CommHook, HookContext, State
 from .cost import zero_overlap_cost
-from .delivery import BucketInFlight, DeliveredGradients, Parts, share_norms
+from .delivery import BucketInFlight, DeliveredGradients, Parts, deliver, share_norms
 from .gathering import ParameterGather
 from .optimizer_state import DividedState
 from .options import ELEMENTWISE, ZeroOverlapOptions
@@ -150,8 +150,7 @@ class ZeroOverlapHook(CommHook):
             self._step_now(queue[-1].parts)
         if not self.steps_in_backward:
             share_norms(self.comm, queue)
-        for taken in queue:
-            taken.deliver()
+        deliver(queue)
         # DDP writes the gradients in an end-of-backward call that is queued after this one: queue another.
         seams.at_very_end_of_backward(self._end_backward)
 
@@ -169,6 +168,7 @@ class ZeroOverlapHook(CommHook):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._sharded_step.recover()
+        self.synchronize()  # after a step without a backward parameters may still be on their way
         self._state.outdate()
         done = self._stepping is None and id(optimizer) in self._stepped_in_backward
         if done:

@@ -9,14 +9,19 @@ parts, in a form that an optimizer can step with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from ...comm.collectives import Communicator
+from ...upstream import foreach
+from ...upstream.devices import copies_on_host
 
 GATHER_BYTES = 8 * 2**20
 """Parameters that are gathered together: small enough for the first layers to start early."""
+
+PIECE_BYTES = 128 * 2**20
+"""Masters that are compared with parameters in one call: few calls, and copies that do not count beside the model."""
 
 Flat = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(parameter, flat tensor of as many elements) pairs."""
@@ -36,16 +41,19 @@ class Ownership:
         """Start averaging; the function returned waits and gives this rank's part of each gradient, in order."""
         raise NotImplementedError
 
-    def gather(self, parameters: Flat, *, dtype: torch.dtype | None = None) -> Callable[[], None]:
-        """Start completing parameters from their owners' parts; the function returned waits and writes the rest."""
+    def gather(
+        self, parameters: Flat, own: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None
+    ) -> Callable[[], None]:
+        """Start completing parameters from their owners' parts; the function returned waits and writes them.
+
+        ``own`` are this rank's parts, which may be views of the parameters; ``dtype`` is the type in which they travel.
+        """
         raise NotImplementedError
 
     def gather_one(self, own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """A whole tensor from the ranks' parts of it. Blocking; for checkpoints."""
         whole = torch.empty(like.numel(), dtype=own.dtype, device=own.device)
-        start, stop = self.range(like)
-        whole[start:stop].copy_(own.view(-1))
-        self.gather([(like, whole)])()
+        self.gather([(like, whole)], [own.reshape(-1)])()
         return whole.view(like.shape)
 
 
@@ -59,14 +67,24 @@ class EvenSlices(Ownership):
         chunk, n = self._chunk(parameter), parameter.numel()
         return min(self.comm.rank * chunk, n), min((self.comm.rank + 1) * chunk, n)
 
+    def _fits(self, tensors: Flat) -> bool:
+        """Whether a tensor alone is cut into equal slices: then it needs no copy in which they lie side by side."""
+        return len(tensors) == 1 and tensors[0][1].numel() % self.comm.size == 0
+
+    def _room(self, tensors: Flat, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Room for slices that lie side by side; zero where there may be padding."""
+        padded = any(flat.numel() % self.comm.size for _, flat in tensors)
+        return (torch.zeros if padded else torch.empty)(size, dtype=dtype, device=tensors[0][1].device)
+
     def reduce(self, gradients: Flat) -> Callable[[], list[torch.Tensor]]:
-        size, chunks = self.comm.size, [self._chunk(p) for p, _ in gradients]
+        """The gradients themselves may be overwritten."""
+        chunks = [self._chunk(p) for p, _ in gradients]
         first = gradients[0][1]
-        rows = torch.zeros(size, sum(chunks), dtype=first.dtype, device=first.device)
-        offset = 0
-        for (_, gradient), chunk in zip(gradients, chunks, strict=True):
-            _copy_rows(rows[:, offset : offset + chunk], gradient, to_rows=True)
-            offset += chunk
+        if self._fits(gradients):
+            rows = first.view(self.comm.size, -1)
+        else:
+            rows = self._room(gradients, (self.comm.size, sum(chunks)), first.dtype)
+            foreach.copy(*_slices(rows, gradients, chunks))
         own = torch.empty(rows.shape[1], dtype=first.dtype, device=first.device)
         pending = self.comm.reduce_scatter(own, rows, wire_dtype=self._wire_dtype)
 
@@ -76,25 +94,28 @@ class EvenSlices(Ownership):
 
         return finish
 
-    def gather(self, parameters: Flat, *, dtype: torch.dtype | None = None) -> Callable[[], None]:
+    def gather(
+        self, parameters: Flat, own: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None
+    ) -> Callable[[], None]:
         chunks = [self._chunk(p) for p, _ in parameters]
         first = parameters[0][1]
         dtype = dtype or first.dtype
-        own = torch.zeros(sum(chunks), dtype=dtype, device=first.device)
-        offset = 0
-        for (parameter, flat), chunk in zip(parameters, chunks, strict=True):
-            start, stop = self.range(parameter)
-            own[offset : offset + stop - start].copy_(flat[start:stop])
-            offset += chunk
-        rows = torch.empty(self.comm.size, own.numel(), dtype=dtype, device=first.device)
-        pending = self.comm.all_gather(rows.view(-1), own)
+        if self._fits(parameters) and own[0].dtype == dtype == first.dtype:
+            straight = self.comm.all_gather(first, own[0])
+
+            def wait() -> None:
+                straight.wait()
+
+            return wait
+        mine = self._room(parameters, (sum(chunks),), dtype)
+        foreach.copy([part[: len(o)] for part, o in zip(mine.split(chunks), own, strict=True)], own)
+        rows = torch.empty(self.comm.size, len(mine), dtype=dtype, device=first.device)
+        pending = self.comm.all_gather(rows.view(-1), mine)
 
         def finish() -> None:
             pending.wait()
-            offset = 0
-            for (_, flat), chunk in zip(parameters, chunks, strict=True):
-                _copy_rows(rows[:, offset : offset + chunk], flat, to_rows=False)
-                offset += chunk
+            sources, targets = _slices(rows, parameters, chunks)
+            foreach.copy(targets, sources)
 
         return finish
 
@@ -132,16 +153,18 @@ class WholeParameters(Ownership):
 
         return finish
 
-    def gather(self, parameters: Flat, *, dtype: torch.dtype | None = None) -> Callable[[], None]:
-        under_way = [
-            (flats, self.comm.broadcast(torch.cat(flats).to(dtype or flats[0].dtype), source=owner))
-            for owner, flats in self._by_owner(parameters)
-        ]
+    def gather(
+        self, parameters: Flat, own: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None
+    ) -> Callable[[], None]:
+        parts = {id(flat): part for (_, flat), part in zip(parameters, own, strict=True) if len(part)}
+        under_way = []
+        for owner, flats in self._by_owner(parameters):
+            sent = torch.cat([parts.get(id(flat), flat) for flat in flats]).to(dtype or flats[0].dtype)
+            under_way.append((flats, self.comm.broadcast(sent, source=owner)))
 
         def finish() -> None:
             for flats, pending in under_way:
-                for flat, part in zip(flats, pending.wait().split([f.numel() for f in flats]), strict=True):
-                    flat.copy_(part)
+                foreach.copy(flats, pending.wait().split([flat.numel() for flat in flats]))
 
         return finish
 
@@ -172,35 +195,53 @@ class Shards:
         """As the last step left it."""
         return self._shards.get(id(parameter))
 
-    @torch.no_grad()
-    def refresh(self, parameter: torch.Tensor) -> torch.nn.Parameter:
-        """The shard, brought up to date with the parameter: it may have new storage, or weights may have been loaded."""
+    def owned(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The owned part, a view."""
         start, stop = self.ownership.range(parameter)
-        own = parameter.detach().view(-1)[start:stop]
-        data = own if self._wire_dtype is None else self._master(parameter, own)
-        shard = self._shards.get(id(parameter))
-        if shard is None:
-            shard = self._shards[id(parameter)] = torch.nn.Parameter(data)
-        shard.data = data
-        return shard
+        return parameter.detach().view(-1)[start:stop]
 
-    def _master(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The master copy where the parameter equals its rounding; elsewhere the parameter's own value."""
-        shard = self._shards.get(id(parameter))
-        master = shard.detach() if shard is not None else self._loaded.pop(self._names[parameter], None)
-        written = own.to(dtype=self.dtype(parameter), copy=True)
-        if master is None or master.shape != own.shape:
-            return written
-        master = master.to(written)
-        rounded = master.to(own.dtype).to(self._wire_dtype).to(own.dtype)
-        return torch.where(own == rounded, master, written)
+    @torch.no_grad()
+    def refresh(self, parameters: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+        """The shards, brought up to date: a parameter may have new storage, or weights may have been loaded."""
+        own = [self.owned(parameter) for parameter in parameters]
+        data = own if self._wire_dtype is None else self._masters(parameters, own)
+        shards = []
+        for parameter, each in zip(parameters, data, strict=True):
+            shard = self._shards.get(id(parameter))
+            if shard is None:
+                shard = self._shards[id(parameter)] = torch.nn.Parameter(each)
+            shard.data = each
+            shards.append(shard)
+        return shards
+
+    def _masters(self, parameters: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Master copies where the parameters equal their rounding; elsewhere the parameters' own values."""
+        masters: list[torch.Tensor] = []
+        known: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter, part in zip(parameters, own, strict=True):
+            shard = self._shards.get(id(parameter))
+            loaded = self._loaded.pop(self._names[parameter], None) if shard is None else None
+            master = shard.detach() if shard is not None else loaded
+            if master is None or master.shape != part.shape:
+                masters.append(part.to(dtype=self.dtype(parameter), copy=True))
+                continue
+            # What was loaded belongs to whoever loaded it.
+            masters.append(master.to(device=part.device, dtype=self.dtype(parameter), copy=loaded is not None))
+            if len(part):
+                known.append((masters[-1], part))
+        for some in _in_pieces(known):
+            kept, written = torch.cat([master for master, _ in some]), torch.cat([part for _, part in some])
+            right = written == kept.to(self._wire_dtype).to(written.dtype)
+            chosen = torch.where(right, kept, written.to(kept.dtype))
+            foreach.copy([master for master, _ in some], chosen.split([len(master) for master, _ in some]))
+        return masters
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's masters, by name."""
         if self._wire_dtype is None:
             return dict(self._loaded)
         kept = {name: self._shards[id(p)] for p, name in self._names.items() if id(p) in self._shards}
-        return {**self._loaded, **{name: shard.detach().clone() for name, shard in kept.items()}}
+        return {**self._loaded, **copies_on_host(kept)}
 
     def load_state_dict(self, masters: dict[str, torch.Tensor]) -> None:
         self._loaded = dict(masters)
@@ -224,15 +265,30 @@ def _length(bounds: tuple[int, int]) -> int:
     return bounds[1] - bounds[0]
 
 
-def _copy_rows(rows: torch.Tensor, flat: torch.Tensor, *, to_rows: bool) -> None:
-    """Between a flat tensor and rows [W, chunk] of which the last ones may be partly or wholly padding."""
-    chunk, n = rows.shape[1], flat.numel()
-    full = n // chunk if chunk else 0
-    views = [(rows[:full], flat[: full * chunk].view(full, chunk))]
-    if n % max(chunk, 1):
-        views.append((rows[full, : n - full * chunk], flat[full * chunk :]))
-    for row, piece in views:
-        if to_rows:
-            row.copy_(piece)
-        else:
-            piece.copy_(row)
+def _slices(rows: torch.Tensor, tensors: Flat, chunks: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same elements in rows [W, sum of chunks] and in flat tensors, as pairs of views without the padding."""
+    in_rows, in_flat = [], []
+    for part, (_, flat), chunk in zip(rows.split(chunks, dim=1), tensors, chunks, strict=True):
+        full, rest = divmod(flat.numel(), chunk) if chunk else (0, 0)
+        if full:
+            in_rows.append(part[:full])
+            in_flat.append(flat[: full * chunk].view(full, chunk))
+        if rest:
+            in_rows.append(part[full, :rest])
+            in_flat.append(flat[full * chunk :])
+    return in_rows, in_flat
+
+
+def _in_pieces(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Pairs of the same types, together of at most PIECE_BYTES or one."""
+    piece: list[tuple[torch.Tensor, torch.Tensor]] = []
+    filled = 0
+    for pair in pairs:
+        types = [each.dtype for each in pair]
+        if piece and (filled + pair[0].nbytes > PIECE_BYTES or types != [each.dtype for each in piece[0]]):
+            yield piece
+            piece, filled = [], 0
+        piece.append(pair)
+        filled += pair[0].nbytes
+    if piece:
+        yield piece

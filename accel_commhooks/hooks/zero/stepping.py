@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from ...upstream import foreach
 from .sharding import Shards
 
 GradientOf = Callable[[torch.Tensor], "torch.Tensor | None"]
@@ -51,26 +52,30 @@ class ShardedStep:
         """
         self._optimizer = optimizer
         self._swapped = [(group, group["params"]) for group in optimizer.param_groups]
-        stepped = []
+        found = {
+            parameter: gradient
+            for _, parameters in self._swapped
+            for parameter in parameters
+            if parameter in self._shards and (gradient := gradient_of(parameter)) is not None
+        }
+        shards = dict(zip(found, self._shards.refresh(list(found)), strict=True))
+        types = [shard.dtype for shard in shards.values()]
+        for shard, gradient in zip(shards.values(), foreach.converted(list(found.values()), types), strict=True):
+            shard.grad = gradient
         for group, parameters in self._swapped:
             parts = []
             for parameter in parameters:
-                if parameter not in self._shards:
-                    if keep_strangers:
+                part = shards.get(parameter)
+                if part is None:
+                    if keep_strangers and parameter not in self._shards:
                         parts.append(parameter)
                     continue
-                gradient = gradient_of(parameter)
-                if gradient is None:
-                    continue
-                stepped.append(parameter)
-                shard = self._shards.refresh(parameter)
-                shard.grad = gradient.to(shard.dtype)
                 if parameter in optimizer.state:
-                    optimizer.state[shard] = optimizer.state.pop(parameter)
-                if shard.numel():
-                    parts.append(shard)
+                    optimizer.state[part] = optimizer.state.pop(parameter)
+                if part.numel():
+                    parts.append(part)
             group["params"] = parts
-        return stepped
+        return list(found)
 
     def end(self) -> None:
         """Give the optimizer its own parameters back."""
