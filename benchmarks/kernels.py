@@ -10,12 +10,12 @@ has not (tensors of different strides). Collectives are counted apart.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_commhooks.comm.collectives import Communicator
 from accel_commhooks.comm.cost import Problem
+from accel_commhooks.comm.topology import Topology
 from accel_commhooks.config.config import CommHookConfig
 from accel_commhooks.config.registry import get_hook
 from accel_commhooks.hooks.base import CommHook, HookContext
@@ -283,3 +284,92 @@ def added(name: str, options: dict[str, Any], shapes: Shapes, **context: Any) ->
     """Kernels of a step beyond those of plain averaging without a hook: DDP divides each bucket once, in its copy."""
     plain = count("noop", {"i_know_that_replicas_diverge": True}, shapes)
     return count(name, options, shapes, **context).total - plain.total
+
+
+# torch's own, for comparison.
+
+
+def torch_powersgd(rank: int, shapes: Shapes) -> KernelCount:
+    """A step of torch's hook with batched shapes. Its callbacks run at once here, so none of their kernels is missed."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
+
+    state = stock.PowerSGDState(
+        None, matrix_approximation_rank=rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=True
+    )
+    run = Run.start("noop", {"i_know_that_replicas_diverge": True}, shapes)
+
+    def step() -> None:
+        for bucket in run.buckets:
+            stock.powerSGD_hook(state, bucket).wait()
+
+    with mock.patch.object(dist, "all_reduce", _completed_at_once(dist.all_reduce)):
+        for _ in range(5):
+            step()
+        with KernelCount() as counted:
+            step()
+    return counted
+
+
+def _completed_at_once(real: Callable[..., Any]) -> Callable[..., Any]:
+    """An all-reduce whose Future has the value that a real group would set; the fake group sets none."""
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        real(tensor, *args, **kwargs)
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result([tensor])
+        return mock.Mock(get_future=lambda: future, wait=lambda: None)
+
+    return all_reduce
+
+
+# The command.
+
+CASES: dict[str, tuple[str, dict[str, Any], str, float]] = {
+    # name of the row: hook, options, what is counted by, kernels allowed for each
+    "powersgd, rank 4": ("powersgd", {"start_powerSGD_iter": 0}, "matrix", 10),
+    "powersgd, rank 16": ("powersgd", {"start_powerSGD_iter": 0, "matrix_approximation_rank": 16}, "matrix", 10),
+    "powersgd, rank 32": ("powersgd", {"start_powerSGD_iter": 0, "matrix_approximation_rank": 32}, "matrix", 10),
+    "powersgd, alternate": ("powersgd", {"start_powerSGD_iter": 0, "alternate": True}, "matrix", 7),
+    "zero_overlap": ("zero_overlap", {}, "parameter", 3),
+    "zero_overlap, bf16 wire": ("zero_overlap", {"wire_dtype": "bf16"}, "parameter", 5),
+    "batched_powersgd": ("batched_powersgd", {"start_powerSGD_iter": 0}, "model", 425),
+    "allreduce": ("allreduce", {}, "bucket", 1),
+    "bf16_compress": ("bf16_compress", {}, "bucket", 3),
+}
+
+
+def size_of(shapes: Shapes, what: str) -> int:
+    """Matrices that are compressed, parameters, or buckets of a model."""
+    if what == "model":
+        return 1
+    if what == "parameter":
+        return len(shapes)
+    if what == "matrix":
+        options = CommHookConfig.load("powersgd").build_options()
+        return sum(options.matrix_of(name, shape)[2] > 0 for name, shape in shapes.items())
+    return len(Problem.of(Model(shapes), Topology.even(WORLD, 1)).buckets())
+
+
+def main() -> None:
+    print(f"Kernels added to a step, {WORLD} ranks; collectives apart\n")
+    made = {name: make() for name, make in MODELS.items()}
+    columns = [
+        f"{name} ({size_of(shapes, 'matrix')} matrices, {len(shapes)} parameters, {size_of(shapes, 'bucket')} buckets)"
+        for name, shapes in made.items()
+    ]
+    print("| | " + " | ".join(columns) + " | at most |\n|---|" + "---|" * (len(columns) + 1))
+    with fake_ranks():
+        for row, (hook, options, what, allowed) in CASES.items():
+            figures = [added(hook, options, shapes) for shapes in made.values()]
+            print(
+                f"| {row} | " + " | ".join(f"{figure:,}" for figure in figures) + f" | {allowed:g} a {what} |",
+                flush=True,
+            )
+        for rank in (4, 32):
+            figures = [torch_powersgd(rank, shapes).total for shapes in made.values()]
+            row = f"torch's powerSGD_hook, batched shapes, rank {rank}"
+            print(f"| {row} | " + " | ".join(f"{figure:,}" for figure in figures) + " | |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
