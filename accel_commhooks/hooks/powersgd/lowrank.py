@@ -15,14 +15,12 @@ import zlib
 
 import torch
 
+from ..host import on_host
+
 # Below this, 1 / x overflows in float32.
 _TINY = 1e-37
 # Two blocks and what is made of them fit into a core's second cache; smaller ones cost more calls than they save.
 _BLOCK_BYTES = 2**18
-
-
-def on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def _rows_at_once(m: torch.Tensor) -> int:
