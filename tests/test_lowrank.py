@@ -1,9 +1,11 @@
 """The mathematics of PowerSGD, without processes."""
 
+import contextlib
+
 import pytest
 import torch
 
-from accel_commhooks.hooks.powersgd import lowrank
+from accel_commhooks.hooks.host import as_on_accelerator
 from accel_commhooks.hooks.powersgd.bases import orthonormal_bases
 from accel_commhooks.hooks.powersgd.lowrank import (
     add_and_project,
@@ -19,11 +21,10 @@ from accel_commhooks.hooks.powersgd.units import Matrix, _runs
 
 
 @pytest.fixture(params=["cpu", "elsewhere"])
-def basis_of(request, monkeypatch):
+def basis_of(request):
     """The two ways: that of a CPU, and the one that other devices take."""
-    if request.param == "elsewhere":
-        monkeypatch.setattr(lowrank, "on_host", lambda tensor: False)
-    return lambda rows, *epsilon: orthonormal_bases([rows], *epsilon)[0]
+    with as_on_accelerator() if request.param == "elsewhere" else contextlib.nullcontext():
+        yield lambda rows, *epsilon: orthonormal_bases([rows], *epsilon)[0]
 
 
 def _check_basis(basis: torch.Tensor) -> torch.Tensor:

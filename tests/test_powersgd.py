@@ -2,7 +2,6 @@
 
 import random
 import time
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 from accel_commhooks import attach
+from accel_commhooks.hooks.host import as_on_accelerator
 
 WIDTH = 32
 OPTIONS = [
@@ -155,26 +155,39 @@ def _invariant(rank, world_size, name, options):
     return worst, lossy, weights(ddp)
 
 
+def _elsewhere(rank, world_size, function, *args):
+    """The way that an accelerator takes."""
+    with as_on_accelerator():
+        return function(rank, world_size, *args)
+
+
+def _here(rank, world_size, function, *args):
+    return function(rank, world_size, *args)
+
+
+@pytest.mark.parametrize("way", [_here, _elsewhere])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_input_and_error_are_conserved(pool, options):
-    by_rank = pool.run(_invariant, 3 if options == {} else 2, "powersgd", options)
+def test_input_and_error_are_conserved(pool, options, way):
+    by_rank = pool.run(way, 3 if options == {} else 2, _invariant, "powersgd", options)
     for worst, lossy, final in by_rank:
         assert lossy > 1e-4, "compression did not act"
         assert worst <= 1e-5
         assert distance(final, by_rank[0][2]) == 0
 
 
+@pytest.mark.parametrize("way", [_here, _elsewhere])
 @pytest.mark.parametrize("options", [{}, {"alternate": True}, {"wire_dtype": "bf16"}], ids=str)
-def test_batched_conserves_input_and_error(pool, options):
-    for worst, lossy, _ in pool.run(_invariant, 2, "batched_powersgd", options):
+def test_batched_conserves_input_and_error(pool, options, way):
+    for worst, lossy, _ in pool.run(way, 2, _invariant, "batched_powersgd", options):
         assert lossy > 1e-4
         assert worst <= 1e-5
 
 
+@pytest.mark.parametrize("way", [_here, _elsewhere])
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_node_scope_conserves_input_and_error(pool, ranks_per_node):
+def test_node_scope_conserves_input_and_error(pool, ranks_per_node, way):
     options = {"scope": "node", "ranks_per_node": ranks_per_node}
-    for worst, lossy, _ in pool.run(_invariant, 4, "powersgd", options):
+    for worst, lossy, _ in pool.run(way, 4, _invariant, "powersgd", options):
         assert lossy > 1e-4
         assert worst <= 1e-5
 
@@ -278,17 +291,12 @@ def _low_rank_for_a_while(rank, world_size, options, lit):
     return float((arrived / 40 - left.t() @ right).norm() / (left.t() @ right).norm())
 
 
+@pytest.mark.parametrize("way", [_here, _elsewhere])
 @pytest.mark.parametrize("options", [{}, {"alternate": True}, {"orthogonalization_epsilon": 1e-12}], ids=str)
 @pytest.mark.parametrize("lit", [0, 1])
-def test_a_gradient_of_low_rank_does_not_cost_the_rank_for_good(pool, options, lit):
+def test_a_gradient_of_low_rank_does_not_cost_the_rank_for_good(pool, options, lit, way):
     """A factor that became zero must find a direction again: else what it should send stays in the residual for ever."""
-    assert max(pool.run(_low_rank_for_a_while, 2, options, lit)) < 0.1
-
-
-def _scaled_run_elsewhere(*args):
-    """The same by the way that an accelerator takes."""
-    with patch("accel_commhooks.hooks.powersgd.lowrank.on_host", lambda tensor: False):
-        return _scaled_run(*args)
+    assert max(pool.run(way, 2, _low_rank_for_a_while, options, lit)) < 0.1
 
 
 def _scaled_run(rank, world_size, hook, steps, overflow_at, growth_interval):
@@ -329,11 +337,11 @@ def _scaled_run(rank, world_size, hook, steps, overflow_at, growth_interval):
     return weights(ddp), scales, before, after
 
 
-@pytest.mark.parametrize("run", [_scaled_run, _scaled_run_elsewhere])
+@pytest.mark.parametrize("way", [_here, _elsewhere])
 @pytest.mark.parametrize("hook", ["ours", "alternate"])
-def test_one_overflow_is_as_if_nothing_happened(pool, hook, run):
-    clean = pool.run(run, 2, hook, 12, None, 1000)
-    stumbled = pool.run(run, 2, hook, 12, 6, 1000)
+def test_one_overflow_is_as_if_nothing_happened(pool, hook, way):
+    clean = pool.run(way, 2, _scaled_run, hook, 12, None, 1000)
+    stumbled = pool.run(way, 2, _scaled_run, hook, 12, 6, 1000)
     for rank in range(2):
         final, scales, before, after = stumbled[rank]
         assert scales[6] == scales[5] / 2 and scales[-1] == scales[6], "the scale must fall once, on every rank"
@@ -430,10 +438,11 @@ def _unused(rank, world_size, plan):
     return weights(ddp), kept
 
 
-def test_unused_parameters_keep_their_residual(pool):
+@pytest.mark.parametrize("way", [_here, _elsewhere])
+def test_unused_parameters_keep_their_residual(pool, way):
     both, left = ("left", "right"), ("left",)
     plan = [(both, both), (left, left), (left, both), (both, both)]
-    by_rank = pool.run(_unused, 2, plan)
+    by_rank = pool.run(way, 2, _unused, plan)
     for final, kept in by_rank:
         assert kept == [False, True, False, False]
         assert distance(final, by_rank[0][0]) == 0

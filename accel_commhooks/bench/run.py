@@ -28,11 +28,12 @@ from ..comm import process_group
 from ..comm.collectives import Communicator
 from ..comm.cost import Problem
 from ..comm.topology import Topology
-from ..config.errors import CommHookError, ConfigError, launched_rank, stop
+from ..config.errors import CommHookError, launched_rank, stop
 from . import models, probes
 from .contenders import STEPS_TO_START, Contender, Trial, make_optimizer, parse_hooks
 from .models import Batch, Workload
 from .predict import predict
+from .ranks import open_ranks
 from .report import Result, print_table
 
 TURN_SECONDS = 2.0
@@ -206,19 +207,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rounds; slow hooks skip some of them (default: %(default)s)",
     )
     parser.add_argument("--output", default="bench.json", help="where the result goes (default: %(default)s)")
-
-
-def open_ranks() -> torch.device:
-    """Join the process group that the launcher described; returns this rank's device."""
-    from accelerate import PartialState
-
-    state = PartialState(cpu=not torch.accelerator.is_available())
-    if not process_group.is_initialized():
-        raise ConfigError(
-            "bench needs at least two processes; start it with `accelerate launch --num_processes 2 -m "
-            "accel_commhooks.bench`, or with `accel-commhooks bench`"
-        )
-    return state.device if state.device.type != "cpu" else torch.device("cpu")
 
 
 def main(arguments: Iterable[str] | None = None) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..config.errors import CommHookError
-from . import advise, bench, check, launch, list_hooks, plot, show
+from . import advise, bench, check, launch, list_hooks, plot, show, verify
 
-COMMANDS = (list_hooks, show, check, launch, bench, advise, plot)
+COMMANDS = (list_hooks, show, check, launch, verify, bench, advise, plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

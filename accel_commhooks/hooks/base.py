@@ -62,6 +62,10 @@ class CommHook:
     """True for a hook that does not care how many backwards a step has (LBFGS)."""
     optimizer_state_is_common: ClassVar[bool] = True
     """False for a hook with which ranks keep optimizer state of their own."""
+    equals_ddp: ClassVar[bool] = False
+    """True for a hook with which weights become what they are under plain DDP, but for the rounding of :meth:`wire_dtype`."""
+    replicas_agree: ClassVar[bool] = True
+    """False for a hook after whose ``synchronize`` replicas may still differ."""
     bench_options: ClassVar[dict[str, Any]] = {}
     """Options that bench sets where the user did not; for a hook that must be asked for explicitly elsewhere."""
 
@@ -81,6 +85,11 @@ class CommHook:
     def cost(cls, options: Any, problem: Problem) -> Prediction | None:
         """What a step costs once the hook acts, put together from ``comm.cost``; None where there is no formula."""
         return None
+
+    @classmethod
+    def wire_dtype(cls, options: Any) -> str | None:
+        """The type in which gradients travel, where it is another than their own."""
+        return getattr(options, "wire_dtype", None)
 
     # One step.
 

@@ -78,6 +78,7 @@ class ForeignHook(CommHook):
 
     Options = ForeignOptions
     counted = False
+    replicas_agree = False
     plain_tensors_only = False
     allows_repeated_closures = True
     function: Callable[[Any, GradBucket], torch.futures.Future]

@@ -32,16 +32,13 @@ class AllReduceHook(QueueHook):
     """Averages gradients as plain DDP does."""
 
     Options: ClassVar[type[HookOptions]] = AllReduceOptions
+    equals_ddp = True
     plain_tensors_only = False
     allows_repeated_closures = True
 
     def __init__(self, options: HookOptions, context: HookContext):
         super().__init__(options, context)
         self._wire_dtype = wire_dtype_named(self.wire_dtype(options))
-
-    @classmethod
-    def wire_dtype(cls, options: Any) -> str | None:
-        return options.wire_dtype
 
     @classmethod
     def cost(cls, options: Any, problem: Problem) -> Prediction:
@@ -95,6 +92,7 @@ class NoopHook(QueueHook):
     Options = NoopOptions
     plain_tensors_only = False
     allows_repeated_closures = True
+    replicas_agree = False
     bench_options = {"i_know_that_replicas_diverge": True}
 
     @classmethod

@@ -42,6 +42,11 @@ def at_very_end_of_backward(callback: Callable[[], None]) -> None:
     at_end_of_backward(lambda: at_end_of_backward(callback))
 
 
+def keep_stream_busy(cycles: int) -> None:
+    """Let the current CUDA stream do nothing for some clock cycles (``torch.cuda._sleep``), as torch's own tests do."""
+    torch.cuda._sleep(cycles)
+
+
 def sparse_nbytes(tensor: torch.Tensor) -> int:
     """Size of a sparse tensor's indices and values (``_indices``, ``_values``: the public ones need a sorted copy)."""
     return tensor._indices().nbytes + tensor._values().nbytes

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import lowrank
+from ..host import on_host
 
 _TINY = 1e-37  # below this, 1 / x overflows in float32
 
@@ -26,7 +26,7 @@ def orthonormal_bases(factors: Sequence[torch.Tensor], epsilon: float = 0.0) -> 
     bases: list[torch.Tensor] = list(factors)
     for members in _alike(factors).values():
         first = factors[members[0]]
-        if lowrank.on_host(first) and not epsilon and first.shape[1] <= first.shape[2]:
+        if on_host(first) and not epsilon and first.shape[1] <= first.shape[2]:
             for index in members:
                 bases[index] = householder(factors[index])
             continue

@@ -9,7 +9,7 @@ import torch
 
 from ...upstream import foreach
 from ...upstream.devices import to_device
-from . import lowrank
+from ..host import on_host
 from .units import Kept, Matrix, Unit
 
 Side = Literal["p", "q"]
@@ -61,7 +61,7 @@ def keep(wave: Sequence[Unit], side: Side, fine: torch.Tensor, *, only_used: boo
         return
     new_ones = [unit.flat[unit.left if side == "p" else unit.right] for unit in wave]
     old_ones = [_kept(unit, side).flat for unit in wave]
-    if lowrank.on_host(fine):
+    if on_host(fine):
         if fine:
             foreach.copy(old_ones, new_ones)
         return

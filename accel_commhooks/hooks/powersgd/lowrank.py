@@ -19,10 +19,6 @@ import torch
 _BLOCK_BYTES = 2**18
 
 
-def on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
 def _rows_at_once(m: torch.Tensor) -> int:
     return max(1, _BLOCK_BYTES // (m.shape[1] * m.element_size()))
 

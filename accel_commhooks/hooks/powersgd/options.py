@@ -27,8 +27,8 @@ class LowRankOptions(HookOptions):
     orthogonalization_epsilon: float = option(0.0, "Added to norms; zero is safe here.", at_least=0)
     random_seed: int = option(0, "Seed of the first factors, the same on every rank.")
     compression_stats_logging_frequency: int = option(10_000, "Steps between two log lines.", at_least=1)
-    batch_tensors_with_same_shape: bool | None = option(
-        None, "Multiply matrices of one shape in one call where they lie at even distances; null: on accelerators only."
+    batch_tensors_with_same_shape: bool = option(
+        False, "Multiply matrices of one shape that lie at even distances in one call on CPUs too; elsewhere always."
     )
     alternate: bool = option(False, "Send one factor per step, P and Q in turn: half the bytes and collectives.")
     wire_dtype: str | None = wire_dtype_option("Type in which P and Q travel: fp16 or bf16.")

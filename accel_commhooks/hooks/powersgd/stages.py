@@ -35,6 +35,7 @@ from ...comm.wire import wire_dtype_named
 from ...config.errors import launched_rank, warn_once
 from ...upstream import foreach
 from ..base import HookContext, QueueHook, State, new_future
+from ..host import on_host
 from . import factors, lowrank, products
 from .bases import orthonormal_bases
 from .figures import CompressionStats
@@ -123,7 +124,7 @@ class LowRankHook(QueueHook):
         for unit in queue:
             if not unit.started:
                 self.first_stage(unit)
-        waves = [[unit] for unit in queue] if lowrank.on_host(queue[0].flat) else [queue]
+        waves = [[unit] for unit in queue] if on_host(queue[0].flat) else [queue]
         largest = [self._second_stage(wave) for wave in waves]
         fine = torch.stack(largest).amax() < math.inf
         for wave in waves:
@@ -226,8 +227,7 @@ class LowRankHook(QueueHook):
         return lowrank.random_factor(rank, n, key=key, seed=self.options.random_seed)
 
     def _in_batches(self, unit: Unit) -> bool:
-        asked = self.options.batch_tensors_with_same_shape
-        return asked if asked is not None else not lowrank.on_host(unit.flat)
+        return self.options.batch_tensors_with_same_shape or not on_host(unit.flat)
 
     # Sending.
 

@@ -35,6 +35,7 @@ class ZeroOverlapHook(CommHook):
     """Optimizer state divided among the ranks, DDP's bytes, parameters gathered in the background."""
 
     Options = ZeroOverlapOptions
+    equals_ddp = True
     needs_optimizer = True
     optimizer_state_is_common = False
 
