@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+from ranks import DEVICE_VARIABLE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+
+def device() -> torch.device:
+    """Where this rank's models and data are: the CPU, or what ``pytest --device`` named."""
+    return torch.device(os.environ.get(DEVICE_VARIABLE, "cpu"))
+
+
+def narrow_sum_error(dtype: torch.dtype, world_size: int) -> float:
+    """The largest relative error of a mean over ranks that travels in a narrow type.
+
+    Each rank's part is rounded once. NCCL also adds in that type, with a rounding for each of the W - 1 sums, where a sum in
+    float32 has one in the end: half a unit in the last place each time.
+    """
+    roundings = 2 if device().type == "cpu" else world_size
+    return roundings * torch.finfo(dtype).eps / 2
 
 
 class Net(nn.Module):
@@ -44,12 +62,13 @@ class FailingBackward(torch.autograd.Function):
 def make_ddp(model: nn.Module | None = None, *, seed: int = 0, **ddp) -> DistributedDataParallel:
     torch.manual_seed(seed)
     ddp.setdefault("bucket_cap_mb", 0.004)
-    return DistributedDataParallel(model if model is not None else Net(), **ddp)
+    return DistributedDataParallel((model if model is not None else Net()).to(device()), **ddp)
 
 
 def batch(rank: int, step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, 20, (size,), generator=generator)
+    tokens = tokens.to(device())
     return tokens, (tokens * 7 + 3) % 20
 
 
@@ -59,8 +78,9 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies on the host."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
+    return {name: value.detach().cpu().clone() for name, value in module.named_parameters()}
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
