@@ -122,10 +122,11 @@ class _Flight:
             if isinstance(error, LateGroupError):
                 _problems.append(str(error))
         self._note_freed()
-        self.done.set()
         with _lock:
-            if self._future is not None:
-                self._fulfil()
+            self.done.set()
+            asked = self._future is not None
+        if asked:  # on another thread: torch's own PowerSGD waits, in a callback, for a later collective
+            threading.Thread(target=self._fulfil, daemon=True).start()
 
     def _note_freed(self) -> None:
         if self._future is not None or self._over:
@@ -166,7 +167,7 @@ class _Flight:
             if self._future is None:
                 self._future = torch.futures.Future()
                 if self.done.is_set():
-                    self._fulfil()
+                    self._fulfil()  # nobody has added a callback yet
             return self._future
 
     def _fulfil(self) -> None:
