@@ -214,6 +214,7 @@ class LateGroup(dist.ProcessGroup):
     def __init__(self, store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
+        self._count = 0
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)
         self._thread = threading.Thread(
@@ -240,6 +241,9 @@ class LateGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._count
+
     def shutdown(self) -> None:
         self._queue.put(None)
         self._thread.join(10)
@@ -250,6 +254,7 @@ class LateGroup(dist.ProcessGroup):
         with torch.no_grad(), _disable_current_modes():
             flight = _Flight(text, sent, received, run)
         _issued.append((self.group_name, text))
+        self._count += 1
         self._queue.put((text, flight))
         return LateWork(flight)
 

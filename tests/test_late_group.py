@@ -289,7 +289,7 @@ def _counted_as_another_backend(rank, world_size):
     comm = Communicator()
     out, chunks = torch.empty(4), torch.ones(world_size, 4)
     comm.reduce_scatter(out, chunks, mean=False).wait()
-    return comm.backend, out.tolist(), dict(comm.traffic.calls)
+    return comm.backends.name, out.tolist(), dict(comm.traffic.calls)
 
 
 def test_the_package_takes_the_way_of_other_backends(late_pool):

@@ -49,7 +49,8 @@ def _mean(tensors):
 
 
 def _against_torch(rank, world_size):
-    ours, theirs = make_ddp(Net(WIDTH), bucket_cap_mb=100), make_ddp(Net(WIDTH), bucket_cap_mb=100)
+    """In double precision: what rounding makes of two runs in float32 grows from step to step."""
+    ours, theirs = (make_ddp(Net(WIDTH).double(), bucket_cap_mb=100) for _ in range(2))
     theirs.module.load_state_dict(ours.module.state_dict())
     attach(ours, "powersgd", matrix_approximation_rank=2, start_powerSGD_iter=2)
     state = stock.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
@@ -92,10 +93,12 @@ def _ours_first_q_then(hook):
                 if (rows + columns) * r * state.min_compression_rate < rows * columns:
                     by_shape.setdefault((rows, columns), []).append((names[id(p)], rows, columns, r))
             ps = [x for same in by_shape.values() for x in same]
-            qs = [random_factor(r, c, key=n, seed=0) for n, _, c, r in ps]
+            qs = [random_factor(r, c, key=n, seed=0).double() for n, _, c, r in ps]
             qs = [orthonormal_bases([q[None]])[0][0].t() for q in qs]
             state.p_memory_dict[0] = torch.empty(sum(rows * r for _, rows, _, r in ps))
             state.q_memory_dict[0] = torch.cat([q.reshape(-1) for q in qs])
+            for kept in (state.p_memory_dict, state.q_memory_dict):
+                kept[0] = kept[0].to(bucket.buffer())
         return hook(state, bucket)
 
     return wrapped
@@ -123,7 +126,7 @@ def _against_torch_named(rank, world_size):
 def test_one_bucket_gives_torchs_gradients(own_pool):
     for differences, effect in own_pool.run(_against_torch_named, 2, expendable=True):
         assert effect > 1e-3, "compression did not act"
-        assert max(differences) <= 1e-5
+        assert max(differences) <= 1e4 * torch.finfo(torch.float64).eps, "rounding grew 200 times in float32"
 
 
 # The paper's invariant.

@@ -26,6 +26,7 @@ from ..comm.roll_call import RollCall, named
 from ..comm.topology import host_key
 from ..config.errors import CompatibilityError
 from ..upstream import seams
+from ..upstream.compiling import eager
 from . import fingerprint
 from .discovery import DDPWatch
 from .fingerprint import Fingerprint
@@ -69,7 +70,7 @@ class _Presence(DDPWatch):
         self._numbers[ddp] = number
         with contextlib.suppress(RuntimeError):  # a script that uses no hook must not fail for this
             RollCall(group, f"model {number} built").answer({})
-        handle = ddp.register_forward_hook(self._forward_without_hook)
+        handle = ddp.register_forward_hook(eager(self._forward_without_hook))
         self._unhooked[ddp] = (handle, seams.keep_copies_plain(ddp, [handle]))
 
     def number(self, ddp: torch.nn.Module) -> int:

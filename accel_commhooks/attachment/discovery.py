@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook  # noqa: TID251 - DDP is found here
 from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachment may use DDP
 
-from ..upstream import seams
+from ..upstream.compiling import eager, without_compile
 
 
 class DDPWatch:
@@ -40,7 +40,7 @@ class DDPWatch:
 
     def wrapper_of(self, model: torch.nn.Module) -> DistributedDataParallel | None:
         """The newest wrapper around a model."""
-        return next((ddp for ddp in self if ddp.module is model or seams.without_compile(ddp.module) is model), None)
+        return next((ddp for ddp in self if ddp.module is model or without_compile(ddp.module) is model), None)
 
     def wrapper_around_or_inside(self, model: torch.nn.Module) -> DistributedDataParallel | None:
         """The newest wrapper that is this model, is inside it, or is around it."""
@@ -57,4 +57,4 @@ def before_first_forward(ddp: torch.nn.Module, action: Callable[[torch.nn.Module
         handle.remove()
         action(ddp, args)
 
-    handle = ddp.register_forward_pre_hook(first_forward, prepend=True)
+    handle = ddp.register_forward_pre_hook(eager(first_forward), prepend=True)

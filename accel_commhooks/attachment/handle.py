@@ -21,6 +21,7 @@ from ..hooks.base import HookContext
 from ..hooks.plain import AllReduceHook, AllReduceOptions
 from ..upstream import seams
 from ..upstream.callbacks import weak_method
+from ..upstream.compiling import CompileWatch, name_without_compile, without_compile
 from ..upstream.live_objects import optimizers_of
 from . import agreement, compatibility, fingerprint
 from .checkpoint import Owner
@@ -68,7 +69,7 @@ def find_attachment(model: torch.nn.Module) -> Attachment | None:
     ``Accelerator`` lists a model as it was before DDP was put around it, and torch.compile puts a module around DDP.
     """
     inside = {id(module) for module in model.modules()}
-    plain = seams.without_compile(model)
+    plain = without_compile(model)
     return next((found for ddp, found in attachments() if id(ddp) in inside or ddp.module is plain), None)
 
 
@@ -124,14 +125,21 @@ class Attachment:
         """A name for this run, the same on every rank."""
         self._saves = 0
         self._expected_weights: int | None = None
-        self.comm = Communicator(ddp.process_group, ranks_per_node=options.ranks_per_node, hosts=agreed.hosts)
+        self.comm = Communicator(
+            ddp.process_group,
+            ranks_per_node=options.ranks_per_node,
+            hosts=agreed.hosts,
+            device=next((parameter.device for parameter in self.parameters), None),
+        )
         self.loss_scale = LossScale(grad_scaler)
+        self.compile_watch = CompileWatch(ddp.module)
         context = HookContext(
             comm=self.comm,
             names=self.parameters,
             module=ddp.module,
             finds_unused=ddp.find_unused_parameters,
             loss_scale=self.loss_scale,
+            is_compiled=self.compile_watch.is_compiled,
             averaged=weak_method(self._averaged),
         )
         hook_class = get_hook(config.name)
@@ -272,7 +280,7 @@ class Attachment:
 def _reduced_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     """Parameters that DDP may reduce (a frozen one may thaw), by names that do not change when the model is compiled."""
     return {
-        parameter: seams.name_without_compile(name)
+        parameter: name_without_compile(name)
         for name, parameter in ddp.module.named_parameters()
         if not seams.is_ignored_by_ddp(parameter)
     }

@@ -11,9 +11,12 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn.parallel import DistributedDataParallel  # noqa: TID251 - attachment may use DDP
 
+from ..comm.process_group import GradBucket
 from ..hooks.base import new_future
+from ..upstream.devices import without_autocast
 from . import compatibility
 
 if TYPE_CHECKING:
@@ -61,6 +64,11 @@ def _forward_to_slot(slot, bucket):  # no annotations: DDP compares them with it
     attachment = slot.attachment
     if attachment is None:
         return slot.plain.reduce(bucket)
+    with without_autocast(bucket.buffer().device):
+        return _forward_to_hook(attachment, bucket)
+
+
+def _forward_to_hook(attachment: Attachment, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     compatibility.refuse_graph_capture(attachment.hook.name)
     attachment.clock.bucket_arrived(first=bucket.index() == 0)
     return attachment.hook.reduce(bucket)

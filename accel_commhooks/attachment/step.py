@@ -75,9 +75,10 @@ class StepClock:
         self.muting = Muting(attachment)
         self._begins_to_mute = False
         self._consensus_until_forward = False
+        compiling = attachment.compile_watch
         forward_hooks = [
-            self._ddp.register_forward_pre_hook(self.before_forward, prepend=True),
-            self._ddp.register_forward_hook(self._after_forward, always_call=True),
+            self._ddp.register_forward_pre_hook(compiling.eager(self.before_forward), prepend=True),
+            self._ddp.register_forward_hook(compiling.eager(self._after_forward), always_call=True),
         ]
         self._handles = forward_hooks
         self._watches = [step_watch().listeners, self._scalers.listeners, patches.load_watch().listeners]

@@ -46,6 +46,11 @@ class Trial:
         if self.handle is not None:
             self.handle.synchronize()
 
+    def close(self) -> None:
+        """Every rank calls it; what is left is for the garbage collector."""
+        if self.handle is not None:
+            self.handle.detach()
+
 
 @dataclass(frozen=True)
 class Contender:

@@ -56,6 +56,8 @@ class Bench:
     rounds: int = 9
     output: str = "bench.json"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    one_at_a_time: bool = False
+    """Build a contender anew for each of its turns, for a model that fits into memory only once."""
     result: Result | None = None
 
     def run(self) -> Result:
@@ -71,7 +73,7 @@ class Bench:
         self._steps(Trial(example, make_optimizer(example)), 1)
         del example
         progress = _progress(len(self.contenders) * (self.rounds + 1), rank)
-        trials: dict[str, Trial] = {}
+        trials: dict[str, Trial | None] = {}  # None for one that is built for each turn
         steps: dict[str, int] = {}
         every: dict[str, int] = {}
         try:
@@ -79,7 +81,8 @@ class Bench:
                 progress.set_description(f"{contender.label}: warm-up")
                 trial, figures = self._prepare(contender)
                 if trial is not None:
-                    trials[contender.label] = trial
+                    trials[contender.label] = self._keep(trial)
+                    del trial
                     seconds = figures.pop("seconds")
                     steps[contender.label] = self._steps_a_turn(contender, seconds)
                     every[contender.label] = self._rounds_a_turn((contender.lead + steps[contender.label]) * seconds)
@@ -90,7 +93,7 @@ class Bench:
                     # Long turns are spread over the rounds; but all take part in the first, which may be the only one.
                     if contender.label in trials and (turn == 0 or (turn + index) % every[contender.label] == 0):
                         progress.set_description(f"{contender.label}: round {turn + 1}")
-                        figures = self._measure(trials[contender.label], contender, steps[contender.label], topology)
+                        figures = self._take_turn(trials[contender.label], contender, steps[contender.label], topology)
                         result.add_round(contender.label, figures)
                         self._save(result, rank)
                     progress.update()
@@ -125,9 +128,11 @@ class Bench:
         try:
             trial = contender.build(self._make_model())
             self._steps(trial, STEPS_TO_START)
+            _wait_for_device(self.device)
             start = time.perf_counter()
             self._steps(trial, contender.cycle)
             trial.drain()
+            _wait_for_device(self.device)
             seconds = (time.perf_counter() - start) / contender.cycle
         except Exception as problem:
             error = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
@@ -142,6 +147,20 @@ class Bench:
         if errors:
             return None, {"error": errors[0]}
         return trial, {name: max(answer[name] for answer in everyone) for name in ("peak", "state", "seconds")}
+
+    def _keep(self, trial: Trial) -> Trial | None:
+        """The trial until its next turn, or None where it is built anew for that."""
+        if not self.one_at_a_time:
+            return trial
+        trial.close()
+        return None
+
+    def _take_turn(self, kept: Trial | None, contender: Contender, steps: int, topology: Topology) -> dict[str, Any]:
+        trial = kept or self._prepare(contender)[0]
+        assert trial is not None, "it could be built before"
+        figures = self._measure(trial, contender, steps, topology)
+        self._keep(trial)
+        return figures
 
     def _steps_a_turn(self, contender: Contender, seconds: float) -> int:
         """Whole cycles; ``seconds`` is what a step took on the slowest rank, so all ranks compute the same number."""
@@ -206,6 +225,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=9,
         help="rounds; slow hooks skip some of them (default: %(default)s)",
     )
+    parser.add_argument(
+        "--one-at-a-time",
+        action="store_true",
+        help="keep one hook's model in memory instead of all, and build it anew for each turn",
+    )
     parser.add_argument("--output", default="bench.json", help="where the result goes (default: %(default)s)")
 
 
@@ -219,7 +243,17 @@ def main(arguments: Iterable[str] | None = None) -> int:
         device = open_ranks()
     except CommHookError as error:
         stop(error)
-    bench = Bench(workload, contenders, parsed.batch, parsed.seq, parsed.steps, parsed.rounds, parsed.output, device)
+    bench = Bench(
+        workload,
+        contenders,
+        parsed.batch,
+        parsed.seq,
+        parsed.steps,
+        parsed.rounds,
+        parsed.output,
+        device,
+        parsed.one_at_a_time,
+    )
     try:
         bench.run()
     except KeyboardInterrupt:

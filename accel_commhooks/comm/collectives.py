@@ -3,7 +3,8 @@
 A :class:`Communicator` issues collectives in program order from the calling thread, never from a callback, so the order
 is the same on every rank. It counts every byte that this rank sends (traffic.py), and chooses what each backend does best:
 
-- Gloo's reduce-scatter sends as much as an all-reduce, so there an all-to-all and a local sum are used;
+- Gloo's reduce-scatter sends as much as an all-reduce, so there an all-to-all and a local sum are used; a group may have a
+  backend for each kind of device (``cpu:gloo,cuda:nccl``), so it is the tensor that decides;
 - sums of bf16 and fp16 run on Gloo and NCCL alike; data is divided before it is narrowed, so a sum cannot overflow
   where the mean would not.
 """
@@ -19,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from ..upstream import groups, seams
+from ..upstream.devices import current
+from .backends import Backends
 from .pending import PendingCollective
 from .survivors import Group, introduce, lost_ranks_named
 from .topology import Topology, host_key
 from .traffic import Traffic
-from .wire import narrow
+from .wire import narrow, share_of_mean
 
 PIECE_BYTES = 2**18
 EXIT_SECONDS = 0.25
@@ -38,20 +41,22 @@ class Communicator:
         *,
         ranks_per_node: int | None = None,
         hosts: Sequence[str] | None = None,
+        device: torch.device | None = None,
     ):
-        """``hosts`` are the ranks' host keys, where they have been told already."""
+        """``hosts`` are the ranks' host keys, where they have been told already; ``device`` is the model's."""
         process_group = process_group if process_group is not None else dist.group.WORLD
         assert process_group is not None
         self._process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
-        self.backend = dist.get_backend(process_group)
+        self.backends = Backends.of(process_group)
+        self._device = device
         self.everyone = Group(tuple(range(self.size)), self.rank, process_group, process_group)
         self.topology = self._find_topology(ranks_per_node, hosts)
         self.traffic = Traffic(self.rank, self.topology)
         self._subgroups: list[dist.ProcessGroup] = []
         introduce(process_group)
-        if self.backend == "gloo":
+        if "gloo" in self.backends.by_device.values():
             atexit.unregister(_let_gloo_finish)  # once is enough
             atexit.register(_let_gloo_finish)
 
@@ -73,7 +78,7 @@ class Communicator:
                     handle = dist.new_group(
                         members,
                         timeout=groups.timeout_of(self._process_group),
-                        backend=self.backend,
+                        backend=self.backends.name,
                         use_local_synchronization=subset,
                     )
             if self.rank in ranks:
@@ -103,9 +108,7 @@ class Communicator:
         group = group or self.everyone
         if group.size == 1:
             return PendingCollective(tensor, (), group, self.traffic)
-        if mean:
-            tensor.div_(group.size)
-        buffer = narrow(tensor, wire_dtype)
+        buffer = share_of_mean(tensor, group.size, wire_dtype) if mean else narrow(tensor, wire_dtype)
         if buffer.is_sparse:  # backends gather everyone's indices and values, and add them up
             self.traffic.count_all_gather(group.ranks, seams.sparse_nbytes(buffer))
         else:
@@ -138,15 +141,13 @@ class Communicator:
         group = group or self.everyone
         if group.size == 1:
             return PendingCollective(out.copy_(chunks.view_as(out)), (), group, self.traffic)
-        if mean:
-            chunks.div_(group.size)
-        buffer = narrow(chunks, wire_dtype)
-        if self.backend == "gloo":
+        buffer = share_of_mean(chunks, group.size, wire_dtype) if mean else narrow(chunks, wire_dtype)
+        if self.backends.of_tensor(buffer) == "gloo":
             return self._reduce_scatter_directly(out, buffer.view(group.size, -1), group)
         self.traffic.count_reduce_scatter(group.ranks, buffer.nbytes)
         target = out if buffer.dtype == out.dtype else torch.empty_like(out, dtype=buffer.dtype)
         with lost_ranks_named(group):
-            work = dist.reduce_scatter_tensor(target, buffer, group=group.process_group, async_op=True)
+            work = _reduce_scatter(target, buffer, group=group.process_group, async_op=True)
         finish_copy = None if target is out else lambda: out.copy_(target)
         return PendingCollective(out, [work], group, self.traffic, finish_copy, keep=(buffer, target))
 
@@ -156,7 +157,7 @@ class Communicator:
         if group.size == 1:
             return PendingCollective(out.copy_(chunk.view_as(out)), (), group, self.traffic)
         self.traffic.count_all_gather(group.ranks, chunk.nbytes)
-        if self.backend == "gloo":
+        if self.backends.of_tensor(chunk) == "gloo":
             return self._all_gather_in_pieces(out, chunk.view(-1), group)
         with lost_ranks_named(group):
             work = _all_gather(out, chunk, group=group.process_group, async_op=True)
@@ -215,18 +216,35 @@ class Communicator:
         return PendingCollective(tensor, [work], group, self.traffic)
 
     def reduce_to_owners(
-        self, flat: torch.Tensor, sizes: Sequence[int], *, mean: bool = True, wire_dtype: torch.dtype | None = None
+        self, flat: torch.Tensor, sizes: Sequence[int], *, wire_dtype: torch.dtype | None = None
     ) -> PendingCollective:
-        """The sum (or mean) of everyone's ``flat``, of which each rank gets its part: ``sizes[r]`` elements for rank r."""
-        own, group = flat.new_empty(sizes[self.rank]), self.everyone
+        """The mean of everyone's ``flat``, of which each rank gets its part: ``sizes[r]`` elements for rank r.
+
+        ``flat`` may be overwritten, and the result may be a part of it.
+        """
         if self.size == 1:
-            return PendingCollective(own.copy_(flat), (), group, self.traffic)
-        if mean:
-            flat.div_(self.size)
-        buffer = narrow(flat, wire_dtype)
-        received = buffer.new_empty(self.size * own.numel())
+            return PendingCollective(flat, (), self.everyone, self.traffic)
+        buffer = share_of_mean(flat, self.size, wire_dtype)
         nbytes_to = {other: size * buffer.element_size() for other, size in enumerate(sizes)}
         self.traffic.count_direct("reduce_to_owners", nbytes_to)
+        if self.backends.of_tensor(flat) == "gloo":
+            return self._reduce_to_owners_directly(flat, buffer, sizes)
+        parts, works = buffer.split(list(sizes)), []
+        for owner, part in enumerate(parts):
+            if part.numel():
+                root = dist.get_global_rank(self._process_group, owner)
+                with lost_ranks_named(self.everyone):
+                    works.append(dist.reduce(part, root, group=self._process_group, async_op=True))
+        received, own = parts[self.rank], flat.split(list(sizes))[self.rank]
+        finish = None if buffer is flat else lambda: own.copy_(received)
+        return PendingCollective(own, works, self.everyone, self.traffic, finish, keep=(buffer,))
+
+    def _reduce_to_owners_directly(
+        self, flat: torch.Tensor, buffer: torch.Tensor, sizes: Sequence[int]
+    ) -> PendingCollective:
+        """An all-to-all and a local sum: Gloo's own reduction makes owners send as well."""
+        own = flat.new_empty(sizes[self.rank])
+        received = buffer.new_empty(self.size * own.numel())
         splits = [own.numel()] * self.size
         with lost_ranks_named(self.everyone):
             work = dist.all_to_all_single(
@@ -236,7 +254,7 @@ class Communicator:
         def finish() -> None:
             own.copy_(received.view(self.size, -1).sum(0, dtype=own.dtype))
 
-        return PendingCollective(own, [work], group, self.traffic, finish, keep=(buffer, received))
+        return PendingCollective(own, [work], self.everyone, self.traffic, finish, keep=(buffer, received))
 
     def all_ranks_true(self, value: bool) -> bool:
         """Whether the value is true on every rank. Synchronises with the host: for setup and checkpoints, never in a step."""
@@ -246,7 +264,8 @@ class Communicator:
         """Every rank's small Python object, by rank. For setup and checkpoints, never in a step."""
         gathered: list[Any] = [own] * self.size
         if self.size > 1:
-            with lost_ranks_named(self.everyone):
+            # torch sends objects from the current device, which need not be the model's.
+            with lost_ranks_named(self.everyone), current(self._device):
                 dist.all_gather_object(gathered, own, group=self._process_group)
         return gathered
 
@@ -268,5 +287,6 @@ def _pieces(rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield start, rows[:, start : start + length]
 
 
-# Renamed in torch 2.13; the old name warns there and the new one is missing before.
+# Renamed in torch 2.13; the old names warn there and the new ones are missing before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

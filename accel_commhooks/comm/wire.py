@@ -30,8 +30,20 @@ def itemsize_on_wire(itemsize: int, name: str | None) -> int:
     return itemsize if name is None else min(itemsize, _DTYPES[name].itemsize)
 
 
+def narrows(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a tensor is smaller in the wire's type. A sparse one is left as it is."""
+    if dtype is None or tensor.is_sparse or not tensor.is_floating_point():
+        return False
+    return tensor.element_size() > dtype.itemsize
+
+
+def share_of_mean(tensor: torch.Tensor, ranks: int, dtype: torch.dtype | None) -> torch.Tensor:
+    """What this rank sends towards a mean over so many ranks: divided in place, or into a copy in the wire's type."""
+    if not narrows(tensor, dtype):
+        return tensor.div_(ranks)
+    return torch.div(tensor, ranks, out=torch.empty_like(tensor, dtype=dtype))
+
+
 def narrow(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A copy in the wire's type, or the tensor itself where that would not make it smaller, or where it is sparse."""
-    if dtype is None or tensor.is_sparse or not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
-        return tensor
-    return tensor.to(dtype)
+    """A copy in the wire's type, or the tensor itself where that would not make it smaller."""
+    return tensor.to(dtype) if narrows(tensor, dtype) else tensor

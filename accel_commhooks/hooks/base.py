@@ -43,6 +43,8 @@ class HookContext:
     """Whether DDP may leave parameters that no rank used untouched (find_unused_parameters)."""
     loss_scale: Callable[[torch.device], torch.Tensor | None]
     """The loss scale of the backward under way as a tensor on the device, or None without a GradScaler."""
+    is_compiled: Callable[[], bool] = lambda: False
+    """Whether the forward is compiled: then it reads parameters without going through their modules."""
     averaged: Callable[[int], None] = lambda steps: None
     """To be called where all replicas have been averaged after some steps in which DDP did not reduce."""
 

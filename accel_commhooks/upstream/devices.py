@@ -1,8 +1,9 @@
-"""Copies between a device and the host that do not make the host wait more often than it must."""
+"""Devices: which is the current one, its streams and autocast, and copies that do not make the host wait needlessly."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -29,3 +30,39 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type in ("cpu", "meta"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def current(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
+    """Within it the device is the current one of its kind."""
+    if device is None or device.type in ("cpu", "meta"):
+        return contextlib.nullcontext()
+    return torch.get_device_module(device).device(device)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Within it nothing is narrowed by autocast, as it would be in a backward under it."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def on_this_stream(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """The function, to be called on whatever stream is then the current one, and run on that of now.
+
+    Both streams see what it did: that of now because it ran there, the caller's because it waits for it.
+    """
+    if device.type in ("cpu", "meta"):
+        return function
+    module = torch.get_device_module(device)
+    issued = module.current_stream(device)
+
+    def run() -> None:
+        asking = module.current_stream(device)
+        if asking == issued:
+            function()
+            return
+        with module.stream(issued):
+            function()
+        asking.wait_stream(issued)
+
+    return run

@@ -241,26 +241,6 @@ class _GuardedParameters(dict):
         return (dict, (dict(self.items()),))
 
 
-def is_compiled(root: torch.nn.Module) -> bool:
-    """Whether torch.compile has been applied to a module or a part of it (it leaves no public mark), or torch.jit."""
-    return any(
-        type(module).__name__ == "OptimizedModule"
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or isinstance(module, torch.jit.ScriptModule)
-        for module in root.modules()
-    )
-
-
-def without_compile(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that torch.compile was given, from the one it made (``_orig_mod``)."""
-    return getattr(module, "_orig_mod", module)
-
-
-def name_without_compile(name: str) -> str:
-    """A parameter's name as it is without torch.compile, which inserts ``_orig_mod.``."""
-    return name.replace("_orig_mod.", "")
-
-
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is sharded (FSDP's parameters; the class moved between versions)."""
     return type(tensor).__name__ in ("DTensor", "FlatParameter") or hasattr(tensor, "_local_tensor")
@@ -275,13 +255,22 @@ def guard_parameters(root: torch.nn.Module, finish: Callable[[torch.Tensor], Non
     guarded = []
     for module in root.modules():
         if module._parameters:
-            guard = _GuardedParameters(module._parameters, lambda p: finish(p) if p is not None else None)
+            plain = module._parameters
+            guard = _GuardedParameters(plain, lambda p: finish(p) if p is not None else None)
             module.__dict__["_parameters"] = guard
-            guarded.append((module, guard))
+            guarded.append((module, plain, guard))
 
     def end() -> None:
-        for module, guard in guarded:
+        for module, plain, guard in guarded:
             if module.__dict__["_parameters"] is guard:
-                module.__dict__["_parameters"] = dict(dict.items(guard))
+                if _identities(guard) != _identities(plain):
+                    plain.clear()
+                    plain.update(dict.items(guard))
+                # The same dict as before: code that was compiled for it stays valid.
+                module.__dict__["_parameters"] = plain
 
     return end
+
+
+def _identities(parameters: dict) -> list[tuple[str, int]]:
+    return [(name, id(parameter)) for name, parameter in dict.items(parameters)]

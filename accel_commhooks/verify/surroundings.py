@@ -20,7 +20,7 @@ def describe(comm: Communicator, device: torch.device) -> dict[str, Any]:
     topology = comm.topology
     return {
         "versions": {**versions(), **_accelerator_versions(device)},
-        "backend": comm.backend,
+        "backend": comm.backends.name,
         "device": device.type,
         "machines": comm.gather_objects(machine(device)),
         "ranks": comm.size,

@@ -11,6 +11,7 @@ import torch
 
 from ...comm.collectives import Communicator
 from ...comm.wire import wire_dtype_named
+from ...upstream.devices import copies_on_host
 from .averaging import Exchange, Piece
 from .distance import Distance
 from .options import AveragingOptions
@@ -110,7 +111,7 @@ class ChangeAverager:
 
     def state_dict(self) -> dict[str, Tensors]:
         kept = {"anchor": self.anchor, "momentum": self.momentum, "sent": self.sent}
-        return {kind: {name: tensor.detach().clone() for name, tensor in of.items()} for kind, of in kept.items()}
+        return {kind: copies_on_host(of) for kind, of in kept.items()}
 
     def load_state_dict(self, state: dict[str, Tensors], parameters: Tensors) -> None:
         for kept, kind in ((self.anchor, "anchor"), (self.momentum, "momentum"), (self.sent, "sent")):

@@ -9,6 +9,7 @@ import torch
 
 from ...comm.collectives import Communicator
 from ...comm.survivors import Group
+from ...upstream.devices import copies_on_host
 from .averaging import average_in_place
 
 
@@ -86,7 +87,8 @@ class Moments:
             for optimizer in self._optimizers:
                 if parameter in optimizer.state:
                     state = optimizer.state[parameter]
-                    kept[name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+                    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+                    kept[name] = {**state, **copies_on_host(tensors)}
         return kept
 
     def load_state_dict(self, kept: dict[str, dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ import torch
 from ...comm.collectives import Communicator
 from ...comm.survivors import Group
 from ...config.errors import ConfigError
+from ...upstream.devices import copies_on_host
 from .averaging import average_in_place
 from .changes import ChangeAverager
 from .distance import Distance
@@ -239,7 +240,7 @@ class Replicas:
         if self.options.averager is not None:
             state["averager_step"] = self.options.averager.step
         if self._local:
-            state["own"]["weights"] = {name: tensor.clone() for name, tensor in self._local.items()}
+            state["own"]["weights"] = copies_on_host(self._local)
         if self.moments.differ:
             state["own"]["moments"] = self._own_moments or self.moments.state_dict()
         return state

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ...upstream import seams
+from ...upstream.devices import on_this_stream
 from .sharding import GATHER_BYTES, Shards
 
 
@@ -46,7 +47,8 @@ class ParameterGather:
 
     def _start_piece(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         own = [self._shards.get(parameter).detach() for parameter, _ in pairs]  # type: ignore[union-attr]
-        finish = self._ownership.gather(pairs, own, dtype=self._wire_dtype)
+        gathered = self._ownership.gather(pairs, own, dtype=self._wire_dtype)
+        finish = on_this_stream(gathered, pairs[0][1].device)  # an evaluation may read on a stream of its own
         members = [id(parameter) for parameter, _ in pairs]
 
         def finish_all() -> None:

@@ -103,8 +103,8 @@ class ZeroOverlapHook(CommHook):
     def before_forward(self) -> None:
         self._sharded_step.recover()
         self._delivered.watch_for_more()
-        if seams.is_compiled(self.context.module):
-            self.synchronize()  # compiled code reads parameters without going through the module
+        if self.context.is_compiled():
+            self.synchronize()
 
     def begin_backward(self) -> None:
         self._delivered.watch_for_more()  # gradients may be there that were not when its forward ran
