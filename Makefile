@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-slow test-slow-again test-matrix combination soak elastic faults clients lint bench clean
+.PHONY: install demo test test-slow test-slow-again test-matrix late combination soak elastic faults clients lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,19 @@ test-slow: $(READY)
 # All combinations of traits, and all examples with all configs; `make test` and `make test-slow` run a part of them.
 test-matrix: $(READY)
 	$(BIN)/python -m pytest -m matrix
+
+# What NCCL does differently (tests/late_group.py, tests/backward_thread.py): the contract and the hooks on a late process
+# group, and fails if a branch of the collectives has run neither there nor on Gloo.
+ON_BOTH := $(addprefix tests/test_,contract.py allreduce.py powersgd.py post_localsgd.py zero_overlap.py wire.py steps.py \
+	topology.py consistency.py)
+late: export COVERAGE_PROCESS_START := $(CURDIR)/pyproject.toml
+late: export COVERAGE_FILE := $(CURDIR)/.coverage
+late: $(READY)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m "not slow and not matrix" --backend late --backward-thread $(ON_BOTH) tests/test_verify.py
+	$(BIN)/coverage run -m pytest -m "not slow and not matrix" $(ON_BOTH)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --show-missing --fail-under=100 --include='*/comm/collectives.py'
 
 # Only the slow tests that failed last time.
 test-slow-again: $(READY)

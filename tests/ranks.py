@@ -14,6 +14,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -61,6 +62,7 @@ class RankError(AssertionError):
 
 def _serve(connection, stack_file: str) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    _start_coverage()
     import torch
     import torch.distributed as dist
 
@@ -82,6 +84,7 @@ def _serve(connection, stack_file: str) -> None:
         except BaseException:
             answer = ("error", traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
+        _save_coverage()
         connection.send(answer)
         while expendable:
             time.sleep(1)  # keep the group as it is until all ranks have answered and are killed
@@ -91,6 +94,20 @@ def _serve(connection, stack_file: str) -> None:
             dist.destroy_process_group()
         for name in environment:
             os.environ.pop(name, None)
+
+
+def _start_coverage() -> None:
+    """Measure what runs in a rank, where `make late` asks for it."""
+    if "COVERAGE_PROCESS_START" in os.environ:
+        import coverage
+
+        coverage.process_startup()
+
+
+def _save_coverage() -> None:
+    """After each test, as ranks are killed in the end."""
+    if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()) is not None:
+        measured.save()
 
 
 def _prepare(setting: Setting, rank: int) -> None:

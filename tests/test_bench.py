@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -158,6 +160,34 @@ def test_long_turns_sit_out_rounds_but_are_taken_three_times(pool, tmp_path):
     assert len(second["turns"]) == 4  # rounds 1, 2, 4, 6
     # Wherever in the period a turn begins, it holds one averaging.
     assert [turn["mb_within"] for turn in second["turns"]] == [pytest.approx(second["predicted"]["mb_within"])] * 4
+
+
+def _most_models_alive(rank, world_size, output, one_at_a_time):
+    alive, most = weakref.WeakSet(), 0
+    workload = bench_models.load(None, "1M")
+
+    def make_model():
+        nonlocal most
+        model = workload.make_model()
+        alive.add(model)
+        most = max(most, len(alive))
+        return model
+
+    contenders = [
+        hook_contender(text) for text in ("ddp", "noop", "powersgd", "post_localsgd{period: 2}", "zero_overlap")
+    ]
+    counting = replace(workload, make_model=make_model)
+    content = Bench(counting, contenders, 1, 8, 2, 2, output, one_at_a_time=one_at_a_time).run().to_dict()
+    return most, content["contenders"]
+
+
+def test_a_model_that_fits_once_can_be_measured(pool, tmp_path):
+    for one_at_a_time, expected in ((True, 1), (False, 5)):
+        most, entries = pool.run(_most_models_alive, 2, str(tmp_path / "result.json"), one_at_a_time)[0]
+        assert most == expected
+        assert [len(entry["turns"]) for entry in entries] == [2] * 5
+        assert all(turn["mb_within"] == pytest.approx(entry["predicted"]["mb_within"], rel=0.05)
+                   for entry in entries[1:] for turn in entry["turns"])  # fmt: skip
 
 
 PLUGIN = str(Path(__file__).parent / "plugin")

@@ -14,6 +14,7 @@ from models import loss_of, make_ddp, train, weights
 from ranks import RankError, RankPool, Setting
 
 from accel_commhooks.comm.collectives import Communicator
+from accel_commhooks.verify.run import verify
 
 ELEMENTS = 1000
 
@@ -294,6 +295,19 @@ def _counted_as_another_backend(rank, world_size):
 
 def test_the_package_takes_the_way_of_other_backends(late_pool):
     assert late_pool.run(_counted_as_another_backend, 2) == [("late", [2.0] * 4, {"reduce_scatter": 1})] * 2
+
+
+def _verify(rank, world_size):
+    report = verify(None, "cpu")
+    return report.to_dict(), report.text()
+
+
+@pytest.mark.slow
+def test_every_hook_is_verified_on_it(late_pool):
+    for report, text in late_pool.run(_verify, 2, timeout=200):
+        assert report["passed"], text
+        assert {"allreduce", "powersgd", "post_localsgd", "zero_overlap"} <= set(report["hooks"])
+        assert report["seconds"] < 120
 
 
 # Where the ranks run.

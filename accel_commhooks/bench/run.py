@@ -156,8 +156,9 @@ class Bench:
         return None
 
     def _take_turn(self, kept: Trial | None, contender: Contender, steps: int, topology: Topology) -> dict[str, Any]:
-        trial = kept or self._prepare(contender)[0]
-        assert trial is not None, "it could be built before"
+        trial, prepared = (kept, {}) if kept is not None else self._prepare(contender)
+        if trial is None:
+            raise CommHookError(f"{contender.label} was built for its warm-up and not again: {prepared['error']}")
         figures = self._measure(trial, contender, steps, topology)
         self._keep(trial)
         return figures
