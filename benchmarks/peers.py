@@ -199,16 +199,7 @@ def main() -> int:
     parsed = parser.parse_args()
     contenders = [*map(hook_contender, split_hooks(parsed.hooks)), *PEERS]
     device = open_ranks()
-    bench = Bench(
-        bench_models.load(parsed.model, parsed.params),
-        contenders,
-        parsed.batch,
-        parsed.seq,
-        parsed.steps,
-        parsed.rounds,
-        parsed.output,
-        device,
-    )
+    bench = Bench.of(parsed, bench_models.load(parsed.model, parsed.params), contenders, device)
     result = bench.run()
     if dist.get_rank() == 0:
         print_table(result.to_dict())

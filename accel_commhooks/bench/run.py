@@ -60,6 +60,14 @@ class Bench:
     """Build a contender anew for each of its turns, for a model that fits into memory only once."""
     result: Result | None = None
 
+    @classmethod
+    def of(
+        cls, parsed: argparse.Namespace, workload: Workload, contenders: Sequence[Contender], device: torch.device
+    ) -> Bench:
+        """From the arguments of :func:`add_arguments`."""
+        sizes = (parsed.batch, parsed.seq, parsed.steps, parsed.rounds)
+        return cls(workload, contenders, *sizes, parsed.output, device, parsed.one_at_a_time)
+
     def run(self) -> Result:
         self._comm = Communicator()
         rank, topology = self._comm.rank, self._comm.topology
@@ -244,17 +252,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         device = open_ranks()
     except CommHookError as error:
         stop(error)
-    bench = Bench(
-        workload,
-        contenders,
-        parsed.batch,
-        parsed.seq,
-        parsed.steps,
-        parsed.rounds,
-        parsed.output,
-        device,
-        parsed.one_at_a_time,
-    )
+    bench = Bench.of(parsed, workload, contenders, device)
     try:
         bench.run()
     except KeyboardInterrupt:
