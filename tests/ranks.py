@@ -20,6 +20,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 DEVICE_VARIABLE = "RANKS_DEVICE"
 """The name of the device on which a rank's models and data are; see ``models.device``."""
@@ -79,7 +80,11 @@ def _serve(connection, stack_file: str) -> None:
         try:
             torch.manual_seed(0)
             _prepare(setting, rank)
-            dist.init_process_group(setting.backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+            # A rank that is done at once would leave while others still connect to it.
+            with mock.patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
+                dist.init_process_group(
+                    setting.backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+                )
             answer = ("ok", function(rank, world_size, *args), _issued(setting))
         except BaseException:
             answer = ("error", traceback.format_exc())
