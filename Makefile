@@ -33,8 +33,8 @@ test-matrix: $(READY)
 
 # What NCCL does differently (tests/late_group.py, tests/backward_thread.py): the contract and the hooks on a late process
 # group, and fails if a branch of the collectives has run neither there nor on Gloo.
-ON_BOTH := $(addprefix tests/test_,contract.py collectives.py allreduce.py powersgd.py post_localsgd.py zero_overlap.py wire.py steps.py \
-	topology.py consistency.py)
+ON_BOTH := $(addprefix tests/test_,contract.py collectives.py allreduce.py powersgd.py post_localsgd.py zero_overlap.py \
+	wire.py steps.py topology.py consistency.py)
 late: export COVERAGE_PROCESS_START := $(CURDIR)/pyproject.toml
 late: export COVERAGE_FILE := $(CURDIR)/.coverage
 late: $(READY)

@@ -19,7 +19,7 @@ def _mine(rank: int, numel: int = NUMEL) -> torch.Tensor:
 
 
 def _everything(rank, world_size):
-    """Each collective of all ranks, and of this rank alone: {name: (result, result alone)}"""
+    """The results of each collective among all ranks ("all") and of this rank by itself ("alone"), by name."""
     comm = Communicator(ranks_per_node=1)
     alone = comm.subgroup([[each] for each in range(world_size)])
     results = {}
