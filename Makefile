@@ -33,7 +33,7 @@ test-matrix: $(READY)
 
 # What NCCL does differently (tests/late_group.py, tests/backward_thread.py): the contract and the hooks on a late process
 # group, and fails if a branch of the collectives has run neither there nor on Gloo.
-ON_BOTH := $(addprefix tests/test_,contract.py collectives.py allreduce.py powersgd.py post_localsgd.py zero_overlap.py \
+ON_BOTH := $(addprefix tests/test_,contract.py collectives.py quantised.py allreduce.py powersgd.py post_localsgd.py zero_overlap.py \
 	wire.py steps.py topology.py consistency.py)
 late: export COVERAGE_PROCESS_START := $(CURDIR)/pyproject.toml
 late: export COVERAGE_FILE := $(CURDIR)/.coverage
@@ -42,7 +42,7 @@ late: $(READY)
 	$(BIN)/coverage run -m pytest -m "not slow and not matrix" --backend late --backward-thread $(ON_BOTH) tests/test_verify.py
 	$(BIN)/coverage run -m pytest -m "not slow and not matrix" $(ON_BOTH)
 	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report --show-missing --fail-under=100 --include='*/comm/collectives.py'
+	$(BIN)/coverage report --show-missing --fail-under=100 --include='*/comm/collectives.py,*/comm/pieces.py,*/comm/means.py,*/comm/chains.py'
 
 # Only the slow tests that failed last time.
 test-slow-again: $(READY)

@@ -10,6 +10,7 @@ has not (tensors of different strides). Collectives are counted apart.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from accel_commhooks.comm.topology import Topology
 from accel_commhooks.config.config import CommHookConfig
 from accel_commhooks.config.registry import get_hook
 from accel_commhooks.hooks.base import CommHook, HookContext
+from accel_commhooks.hooks.int8_compress import in_parcels
 
 WORLD = 8
 NO_KERNEL = (
@@ -326,24 +328,34 @@ def _completed_at_once(real: Callable[..., Any]) -> Callable[..., Any]:
 
 CASES: dict[str, tuple[str, dict[str, Any], str, float]] = {
     # name of the row: hook, options, what is counted by, kernels allowed for each
-    "powersgd, rank 4": ("powersgd", {"start_powerSGD_iter": 0}, "matrix", 10),
+    "powersgd, rank 4": ("powersgd", {"start_powerSGD_iter": 0, "matrix_approximation_rank": 4}, "matrix", 10),
     "powersgd, rank 16": ("powersgd", {"start_powerSGD_iter": 0, "matrix_approximation_rank": 16}, "matrix", 10),
     "powersgd, rank 32": ("powersgd", {"start_powerSGD_iter": 0, "matrix_approximation_rank": 32}, "matrix", 10),
-    "powersgd, alternate": ("powersgd", {"start_powerSGD_iter": 0, "alternate": True}, "matrix", 7),
+    "powersgd, alternate": (
+        "powersgd",
+        {"start_powerSGD_iter": 0, "matrix_approximation_rank": 4, "alternate": True},
+        "matrix",
+        7,
+    ),
+    "powersgd, rank 15 in int8": ("powersgd", {"start_powerSGD_iter": 0}, "matrix", 14),
     "zero_overlap": ("zero_overlap", {}, "parameter", 3),
     "zero_overlap, bf16 wire": ("zero_overlap", {"wire_dtype": "bf16"}, "parameter", 5),
+    "zero_overlap, int8 wire": ("zero_overlap", {"wire_dtype": "int8"}, "parameter", 20),
     "batched_powersgd": ("batched_powersgd", {"start_powerSGD_iter": 0}, "model", 425),
     "allreduce": ("allreduce", {}, "bucket", 1),
     "bf16_compress": ("bf16_compress", {}, "bucket", 3),
+    "int8_compress": ("int8_compress", {}, "parcel", 36),
 }
 
 
 def size_of(shapes: Shapes, what: str) -> int:
-    """Matrices that are compressed, parameters, or buckets of a model."""
+    """Matrices that are compressed, parameters, buckets, or parcels of a model."""
     if what == "model":
         return 1
     if what == "parameter":
         return len(shapes)
+    if what == "parcel":
+        return len(in_parcels([math.prod(shape) for shape in shapes.values()]))
     if what == "matrix":
         options = CommHookConfig.load("powersgd").build_options()
         return sum(options.matrix_of(name, shape)[2] > 0 for name, shape in shapes.items())

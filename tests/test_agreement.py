@@ -36,6 +36,7 @@ OTHERS = {
     "state_options": {"start_powerSGD_iter": 7},
     "subgroup": "none",
     "i_know_that_replicas_diverge": False,
+    "wire_dtype": "bf16",
 }
 NEEDED = {"noop": {"i_know_that_replicas_diverge": True}}
 

@@ -31,7 +31,7 @@ def test_check_fills_in_defaults(capsys, tmp_path):
     file.write_text("comm_hook: {name: powersgd, alternate: true}")
     assert main(["check", str(file)]) == 0
     mapping = yaml.safe_load(capsys.readouterr().out)["comm_hook"]
-    assert mapping["alternate"] is True and mapping["matrix_approximation_rank"] == 4
+    assert mapping["alternate"] is True and mapping["matrix_approximation_rank"] == 15
 
 
 FOREIGN = """\
@@ -80,7 +80,7 @@ def test_check_without_imports_runs_no_foreign_code(foreign, capsys):
         "it is no hook of this package, and 'plug' of runs-code (runs_code) was not imported" in capsys.readouterr().out
     )
     assert _check(foreign, "comm_hook: {name: powersgd}", "--no-import") == 0
-    assert "matrix_approximation_rank: 4" in capsys.readouterr().out
+    assert "matrix_approximation_rank: 15" in capsys.readouterr().out
     assert _check(foreign, "comm_hook: {name: 'torch:allreduce_hook'}", "--no-import") == 0
     assert "not checked" not in capsys.readouterr().out
     assert not (foreign / "trace").exists() and "runs_code" not in sys.modules

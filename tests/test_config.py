@@ -103,11 +103,11 @@ FILES = {
     ),
     "a type that is not a choice": (
         "comm_hook: {name: powersgd, wire_dtype: bf61}",
-        "wire_dtype must be one of fp16, bf16, but got 'bf61'; did you mean 'bf16'?",
+        "wire_dtype must be one of auto, fp16, bf16, int8, but got 'bf61'; did you mean 'bf16'?",
     ),
     "an unknown wrapper": (
-        "comm_hook: {name: allreduce, wrapper: int8}",
-        "wire_dtype must be one of fp16, bf16, but got 'int8'; wrapper is another name for wire_dtype",
+        "comm_hook: {name: allreduce, wrapper: e4m3}",
+        "wire_dtype must be one of fp16, bf16, int8, but got 'e4m3'; wrapper is another name for wire_dtype",
     ),
     "ranks_per_node of zero": (
         "comm_hook: {name: allreduce, ranks_per_node: 0}",

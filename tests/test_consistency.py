@@ -14,6 +14,7 @@ from accel_commhooks.comm.checksum import checksum, checksum_of_all
 HOOKS = {
     "allreduce": {},
     "bf16_compress": {},
+    "int8_compress": {},
     "powersgd": {"start_powerSGD_iter": 1},
     "batched_powersgd": {"start_powerSGD_iter": 1, "alternate": True},
     "post_localsgd": {"start_localSGD_iter": 1, "period": 2, "subgroup": "none", "outer": {"name": "nesterov"}},

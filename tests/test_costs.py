@@ -28,8 +28,15 @@ HOOKS = [
     "post_localsgd{period: 4}",
     "post_localsgd{period: 3, wire_dtype: bf16, overlap_steps: 1}",
     "post_localsgd{period: 2, subgroup: none, outer: {lr: 0.7}}",
+    "allreduce{wire_dtype: int8}",
+    "int8_compress",
+    "powersgd{wire_dtype: int8}",
+    "powersgd{wire_dtype: int8, scope: node}",
+    "batched_powersgd{wire_dtype: int8, alternate: true}",
+    "post_localsgd{period: 2, subgroup: none, wire_dtype: int8}",
     "zero_overlap",
     "zero_overlap{wire_dtype: bf16}",
+    "zero_overlap{wire_dtype: int8}",
 ]
 
 
@@ -63,10 +70,14 @@ def test_powersgd_by_hand():
     assert cost.between == pytest.approx(4 * (3 * 1100 + 100 + 1))
 
 
-def test_nodes_of_different_sizes_have_no_formula_for_means_in_two_levels():
+def test_nodes_of_different_sizes():
+    """One rank of each node talks to the other nodes, and tells its own what it heard."""
     uneven = costs.Problem((("p", (1000, 100)),), Topology((0, 0, 1)))
-    assert predict(CommHookConfig("powersgd", {"scope": "node"}), uneven) is None
-    assert predict(CommHookConfig("powersgd"), uneven).between > 0
+    cost = predict(CommHookConfig("powersgd", {"scope": "node", "matrix_approximation_rank": 4}), uneven)
+    sent = 4 * (4 * 1100 + 1)
+    assert cost.between == pytest.approx(sent)
+    inside = 4 * 100_000  # the node of two averages whole gradients first
+    assert cost.within == pytest.approx((sent + 2 * inside) / 2)
 
 
 def test_an_empty_parameter_costs_nothing():

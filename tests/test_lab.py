@@ -21,7 +21,9 @@ needs_lab = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 OTHERS = [
     "powersgd{alternate: true}",
     "powersgd{scope: node}",
+    "powersgd{wire_dtype: int8}",
     "post_localsgd{period: 4}",
+    "post_localsgd{period: 4, wire_dtype: int8}",
     "zero_overlap{wire_dtype: bf16}",
 ]
 

@@ -157,12 +157,13 @@ def way(request):
         for index in range(len(m)):
             add_and_project(m[index], residual[index, 1:], p[index], q[index], onto_p=onto_p)
 
-    def approximate_all(m, residual, p, q, fine):
+    def approximate_all(m, residual, result, counted, fine):
         if request.param == "in batches":
-            approximate_batch(m, residual, p, q, rows_to_keep(m.shape[1] + 3, torch.tensor(fine)))
+            approximate_batch(m, residual, result, counted, rows_to_keep(m.shape[1] + 3, torch.tensor(fine)))
             return
         for index in range(len(m)):
-            approximate(m[index], residual[index, 1:], p[index], q[index], keeps=fine)
+            of_one = [(p[index], q[index]) for p, q in (result, counted)]
+            approximate(m[index], residual[index, 1:], *of_one, keeps=fine)
 
     return add_and_project_all, approximate_all
 
@@ -192,12 +193,12 @@ def test_gradient_and_residual_are_added_and_projected(way, n, m, onto_p):
 @pytest.mark.parametrize("fine", [True, False])
 def test_approximation_and_residual_are_the_whole(way, n, m, fine):
     gradient, residual, p, q = _some(n, m)
+    counted = p + 1, q - 1
     whole, before = gradient.clone(), residual.clone()
-    way[1](gradient, residual, p, q, fine)
-    product = p.double().mT @ q.double()
-    assert _close(gradient, product, 4)
+    way[1](gradient, residual, (p, q), counted, fine)
+    assert _close(gradient, p.double().mT @ q.double(), 4)
     if fine:
-        assert _close(residual[:, 1:], whole - product, 4)
+        assert _close(residual[:, 1:], whole - counted[0].double().mT @ counted[1].double(), 4)
     else:
         assert torch.equal(residual[:, 1:], before[:, 1:])
 
@@ -206,7 +207,8 @@ def test_a_residual_survives_what_is_not_finite(way):
     residual = torch.randn(1, 9, 16)
     before = residual.clone()
     bad = torch.full((1, 8, 16), torch.nan)
-    way[1](bad, residual, torch.full((1, 2, 8), torch.inf), torch.randn(1, 2, 16), False)
+    factors = torch.full((1, 2, 8), torch.inf), torch.randn(1, 2, 16)
+    way[1](bad, residual, factors, factors, False)
     assert torch.equal(residual[:, 1:], before[:, 1:])
 
 

@@ -1,5 +1,6 @@
 """PowerSGD against torch's own hook, the paper's invariant, and the ways in which the stock hook fails."""
 
+import dataclasses
 import random
 import time
 
@@ -10,7 +11,7 @@ from models import Net, distance, loss_of, make_ddp, train, weights
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
-from accel_commhooks import attach
+from accel_commhooks import CommHookConfig, attach
 from accel_commhooks.hooks.host import as_on_accelerator
 
 WIDTH = 32
@@ -29,6 +30,9 @@ OPTIONS = [
     {"include": ["second.weight"]},
     {"ranks": {"embed*": 1}},
     {"wrapper": "bf16"},
+    {"wire_dtype": "int8"},
+    {"wire_dtype": "int8", "alternate": True},
+    {"wire_dtype": "int8", "use_error_feedback": True, "matrix_approximation_rank": 4, "warm_start": False},
 ]
 
 
@@ -179,7 +183,7 @@ def test_input_and_error_are_conserved(pool, options, way):
 
 
 @pytest.mark.parametrize("way", [_here, _elsewhere])
-@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"wire_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"wire_dtype": "bf16"}, {"wire_dtype": "int8"}], ids=str)
 def test_batched_conserves_input_and_error(pool, options, way):
     for worst, lossy, _ in pool.run(way, 2, _invariant, "batched_powersgd", options):
         assert lossy > 1e-4
@@ -188,8 +192,9 @@ def test_batched_conserves_input_and_error(pool, options, way):
 
 @pytest.mark.parametrize("way", [_here, _elsewhere])
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_node_scope_conserves_input_and_error(pool, ranks_per_node, way):
-    options = {"scope": "node", "ranks_per_node": ranks_per_node}
+@pytest.mark.parametrize("options", [{}, {"wire_dtype": "int8"}, {"wire_dtype": "int8", "scope": "all"}], ids=str)
+def test_node_scope_conserves_input_and_error(pool, ranks_per_node, options, way):
+    options = {"scope": "node", "ranks_per_node": ranks_per_node, **options}
     for worst, lossy, _ in pool.run(way, 4, _invariant, "powersgd", options):
         assert lossy > 1e-4
         assert worst <= 1e-5
@@ -295,7 +300,9 @@ def _low_rank_for_a_while(rank, world_size, options, lit):
 
 
 @pytest.mark.parametrize("way", [_here, _elsewhere])
-@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"orthogonalization_epsilon": 1e-12}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"alternate": True}, {"orthogonalization_epsilon": 1e-12}, {"wire_dtype": "int8"}], ids=str
+)
 @pytest.mark.parametrize("lit", [0, 1])
 def test_a_gradient_of_low_rank_does_not_cost_the_rank_for_good(pool, options, lit, way):
     """A factor that became zero must find a direction again: else what it should send stays in the residual for ever."""
@@ -312,7 +319,7 @@ def _scaled_run(rank, world_size, hook, steps, overflow_at, growth_interval):
             stock.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2), stock.powerSGD_hook
         )
     else:
-        options = {"alternate": True} if hook == "alternate" else {}
+        options = {"alternate": {"alternate": True}, "digits": {"wire_dtype": "int8"}}.get(hook, {})
         handle = attach(
             ddp, "powersgd", grad_scaler=scaler, matrix_approximation_rank=2, start_powerSGD_iter=2, **options
         )
@@ -341,7 +348,7 @@ def _scaled_run(rank, world_size, hook, steps, overflow_at, growth_interval):
 
 
 @pytest.mark.parametrize("way", [_here, _elsewhere])
-@pytest.mark.parametrize("hook", ["ours", "alternate"])
+@pytest.mark.parametrize("hook", ["ours", "alternate", "digits"])
 def test_one_overflow_is_as_if_nothing_happened(pool, hook, way):
     clean = pool.run(way, 2, _scaled_run, hook, 12, None, 1000)
     stumbled = pool.run(way, 2, _scaled_run, hook, 12, 6, 1000)
@@ -424,9 +431,9 @@ class Branches(nn.Module):
         return sum(getattr(self, name)(hidden) for name in self.use)
 
 
-def _unused(rank, world_size, plan):
+def _unused(rank, world_size, plan, options):
     ddp = make_ddp(Branches(), bucket_cap_mb=0.005, find_unused_parameters=True)
-    handle = attach(ddp, "powersgd", matrix_approximation_rank=1, start_powerSGD_iter=0)
+    handle = attach(ddp, "powersgd", matrix_approximation_rank=1, start_powerSGD_iter=0, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     kept = []
     for step, by_rank in enumerate(plan):
@@ -442,10 +449,12 @@ def _unused(rank, world_size, plan):
 
 
 @pytest.mark.parametrize("way", [_here, _elsewhere])
-def test_unused_parameters_keep_their_residual(pool, way):
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("wire_dtype", [None, "int8"])
+def test_unused_parameters_keep_their_residual(pool, way, alternate, wire_dtype):
     both, left = ("left", "right"), ("left",)
     plan = [(both, both), (left, left), (left, both), (both, both)]
-    by_rank = pool.run(way, 2, _unused, plan)
+    by_rank = pool.run(way, 2, _unused, plan, {"alternate": alternate, "wire_dtype": wire_dtype})
     for final, kept in by_rank:
         assert kept == [False, True, False, False]
         assert distance(final, by_rank[0][0]) == 0
@@ -532,3 +541,30 @@ def _one_node(rank, world_size):
 
 def test_node_scope_on_one_node_averages_plainly(pool):
     assert pool.run(_one_node, 2) == pytest.approx([1.0, 1.0], rel=0.01)
+
+
+# The rank and the type that are taken where one is not given.
+
+
+@pytest.mark.parametrize(
+    ("hook", "given", "rank", "wire_dtype"),
+    [
+        ("powersgd", {}, 15, "int8"),
+        ("powersgd", {"wire_dtype": "auto"}, 15, "int8"),
+        ("powersgd", {"wire_dtype": "int8"}, 15, "int8"),
+        ("powersgd", {"wire_dtype": None}, 4, None),
+        ("powersgd", {"wire_dtype": "bf16"}, 4, "bf16"),
+        ("powersgd", {"matrix_approximation_rank": 2}, 2, None),
+        ("powersgd", {"matrix_approximation_rank": 2, "wire_dtype": "int8"}, 2, "int8"),
+        ("powersgd", {"ranks": {"*": 4}}, 4, None),
+        ("powersgd", {"ranks": {"head.*": 0}}, 15, "int8"),
+        ("batched_powersgd", {}, 4, None),
+        ("batched_powersgd", {"matrix_approximation_rank": None}, 4, None),
+    ],
+    ids=str,
+)
+def test_a_config_that_names_a_rank_means_float32(hook, given, rank, wire_dtype):
+    options = CommHookConfig(hook, given).build_options()
+    assert (options.matrix_approximation_rank, options.wire_dtype) == (rank, wire_dtype)
+    again = CommHookConfig(hook, dataclasses.asdict(options)).build_options()
+    assert again == options

@@ -22,6 +22,7 @@ def test_the_hooks_of_this_package():
         "batched_powersgd",
         "bf16_compress",
         "fp16_compress",
+        "int8_compress",
         "noop",
         "post_localsgd",
         "powersgd",

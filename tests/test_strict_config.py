@@ -68,7 +68,10 @@ FAULTS = {
     "text tagged as null": (powersgd("!!null abc", "wire_dtype"), ["line 3", "'abc'"]),
     "a number without digits": (powersgd("0b_"), ["line 3", "'0b_' cannot be read as a whole number"]),
     "a bad date": (powersgd("2020-13-45"), ["must be a whole number, but got '2020-13-45'"]),
-    "a date": (powersgd("2020-12-24", "wire_dtype"), ["wire_dtype must be one of fp16, bf16, but got '2020-12-24'"]),
+    "a date": (
+        powersgd("2020-12-24", "wire_dtype"),
+        ["wire_dtype must be one of auto, fp16, bf16, int8, but got '2020-12-24'"],
+    ),
     "a date by its tag": (powersgd("!!timestamp 2020-12-24"), ["line 3", "!!timestamp", "is refused"]),
     "5000 digits": (powersgd("1" * 5000), ["line 3", "'1111", "whole number"]),
     "5000 hexadecimal digits": (powersgd("0x" + "f" * 5000), ["line 3", "must fit in 64 bits, but got '0xffff"]),

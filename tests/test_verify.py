@@ -93,7 +93,12 @@ def test_a_hook_of_somebody_else_is_checked_like_ours(pool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "hook", ["post_localsgd{period: 3, overlap_steps: 1}", "powersgd{alternate: true, wire_dtype: bf16}"]
+    "hook",
+    [
+        "post_localsgd{period: 3, overlap_steps: 1}",
+        "powersgd{wire_dtype: int8}",
+        "powersgd{alternate: true, wire_dtype: bf16}",
+    ],
 )
 def test_options_and_three_ranks(pool, hook):
     report, text, _ = pool.run(_verify, 3, [hook])[0]

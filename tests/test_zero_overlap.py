@@ -113,10 +113,11 @@ def test_ddp_options(pool, ddp_options):
     _check(pool.run(_both, 2, "adamw_single", {}, {"clip": 0.5}, ddp_options, 10))
 
 
-def test_narrow_wire_halves_the_bytes_and_replicas_stay_equal(pool):
-    by_rank = pool.run(_both, 2, "adamw_single", {"wire_dtype": "bf16"}, {}, {})
+@pytest.mark.parametrize(("wire_dtype", "share"), [("bf16", 0.52), ("int8", 0.47)])  # slices are padded to 128
+def test_narrow_wire_sends_less_and_replicas_stay_equal(pool, wire_dtype, share):
+    by_rank = pool.run(_both, 2, "adamw_single", {"wire_dtype": wire_dtype}, {}, {})
     for off, _, ours, figures in by_rank:
-        assert figures["comm_compression"] >= 1 / 0.52
+        assert figures["comm_compression"] >= 1 / share
         assert 0 < off < 0.05
         assert distance(ours, by_rank[0][2]) == 0
 
@@ -349,14 +350,14 @@ def test_parameters_whose_storage_is_replaced(pool):
     assert max(pool.run(_storage_replaced, 2)) <= 1e-6
 
 
-def _rolled_back(rank, world_size, dtype):
+def _rolled_back(rank, world_size, dtype, wire_dtype):
     """With a narrow wire, load weights and optimizer in the middle of training, as after a spike of the loss."""
 
     def make():
         torch.manual_seed(0)
         ddp = make_ddp(Net().to(dtype))
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-        return ddp, optimizer, attach(ddp, "zero_overlap", optimizer=optimizer, wire_dtype="bf16")
+        return ddp, optimizer, attach(ddp, "zero_overlap", optimizer=optimizer, wire_dtype=wire_dtype)
 
     def go_on(ddp, optimizer, handle, masters):
         model = saved[0]["model"]
@@ -385,8 +386,9 @@ def _rolled_back(rank, world_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_loaded_later_count_with_a_narrow_wire(pool, dtype):
-    assert pool.run(_rolled_back, 2, dtype) == [(0, 0, 0)] * 2
+@pytest.mark.parametrize("wire_dtype", ["bf16", "int8"])
+def test_weights_loaded_later_count_with_a_narrow_wire(pool, dtype, wire_dtype):
+    assert pool.run(_rolled_back, 2, dtype, wire_dtype) == [(0, 0, 0)] * 2
 
 
 # Refusals.
@@ -677,11 +679,11 @@ def test_training_goes_on_after_detach(pool):
     assert max(pool.run(_detached, 2)) <= 1e-6
 
 
-def _masters(rank, world_size, cut):
+def _masters(rank, world_size, wire_dtype):
     def run(first, steps, saved=None):
         ddp = make_ddp()
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-        handle = attach(ddp, "zero_overlap", optimizer=optimizer, wire_dtype="bf16")
+        handle = attach(ddp, "zero_overlap", optimizer=optimizer, wire_dtype=wire_dtype)
         if saved:
             handle.load_state_dict(saved["hook"])
             ddp.module.load_state_dict(saved["model"])
@@ -698,8 +700,28 @@ def _masters(rank, world_size, cut):
     return distance(weights(ddp), weights(resumed))
 
 
-def test_masters_of_a_narrow_wire_resume(pool):
-    assert max(pool.run(_masters, 2, 5)) <= 1e-7
+@pytest.mark.parametrize("wire_dtype", ["bf16", "int8"])
+def test_masters_of_a_narrow_wire_resume(pool, wire_dtype):
+    assert max(pool.run(_masters, 2, wire_dtype)) <= 1e-7
+
+
+def _written_after_load(rank, world_size, wire_dtype):
+    ddp = make_ddp()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = attach(ddp, "zero_overlap", optimizer=optimizer, wire_dtype=wire_dtype)
+    train(ddp, rank, 3, optimizer=optimizer)
+    handle.prepare_save()
+    handle.load_state_dict(handle.state_dict())
+    with torch.no_grad():
+        ddp.module.first.weight.fill_(0.5)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(ddp, rank, 1, optimizer=optimizer, first=3)
+    return float((ddp.module.first.weight.detach() - 0.5).abs().max())
+
+
+@pytest.mark.parametrize("wire_dtype", ["bf16", "int8"])
+def test_weights_written_after_a_load_replace_masters(pool, wire_dtype):
+    assert pool.run(_written_after_load, 2, wire_dtype) == [0.0, 0.0]
 
 
 # Out of step, and compiled.

@@ -71,6 +71,7 @@ def _forward_to_slot(slot, bucket):  # no annotations: DDP compares them with it
 def _forward_to_hook(attachment: Attachment, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     compatibility.refuse_graph_capture(attachment.hook.name)
     attachment.clock.bucket_arrived(first=bucket.index() == 0)
+    attachment.hook.comm.go_on()
     return attachment.hook.reduce(bucket)
 
 

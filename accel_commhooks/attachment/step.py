@@ -188,6 +188,7 @@ class StepClock:
         if self._backward.forget_broken():
             self._scalers.forget()
             self._hook.abandon_backward()
+            self._hook.comm.forget_chains()
 
     # The optimizers' steps.
 

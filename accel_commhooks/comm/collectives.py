@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ import torch.distributed as dist
 
 from ..upstream import groups, seams
 from ..upstream.devices import current
+from . import pieces
 from .backends import Backends
+from .chains import Chain, Chains, Steps
 from .pending import PendingCollective
 from .survivors import Group, introduce, lost_ranks_named
 from .topology import Topology, host_key
 from .traffic import Traffic
 from .wire import narrow, share_of_mean
 
-PIECE_BYTES = 2**18
 EXIT_SECONDS = 0.25
 
 
@@ -55,6 +57,7 @@ class Communicator:
         self.topology = self._find_topology(ranks_per_node, hosts)
         self.traffic = Traffic(self.rank, self.topology)
         self._subgroups: list[dist.ProcessGroup] = []
+        self._chains = Chains()
         introduce(process_group)
         if "gloo" in self.backends.by_device.values():
             atexit.unregister(_let_gloo_finish)  # once is enough
@@ -104,7 +107,7 @@ class Communicator:
         group: Group | None = None,
         wire_dtype: torch.dtype | None = None,
     ) -> PendingCollective:
-        """Sum or mean over the group, in place."""
+        """Sum or mean over the group, in place, in a type that can be added up; digits travel by means.py."""
         group = group or self.everyone
         if group.size == 1:
             return PendingCollective(tensor, (), group, self.traffic)
@@ -117,6 +120,18 @@ class Communicator:
             work = dist.all_reduce(buffer, group=group.process_group, async_op=True)
         finish = None if buffer is tensor else lambda: tensor.copy_(buffer)
         return PendingCollective(tensor, [work], group, self.traffic, finish, keep=(buffer,))
+
+    def chain(self, steps: Steps, tensor: torch.Tensor, *, patient: bool = False) -> Chain:
+        """Begin collectives that follow from one another, and whose result is in ``tensor`` (chains.py)."""
+        return self._chains.begin(steps, tensor, patient=patient)
+
+    def forget_chains(self) -> None:
+        """A backward has failed, so nobody waits for its chains."""
+        self._chains.forget()
+
+    def go_on(self) -> None:
+        """Chains go one collective further. Called before each bucket, on all ranks alike."""
+        self._chains.go_on()
 
     def maximum(self, tensor: torch.Tensor) -> PendingCollective:
         """The largest value on any rank, in place."""
@@ -147,9 +162,32 @@ class Communicator:
         self.traffic.count_reduce_scatter(group.ranks, buffer.nbytes)
         target = out if buffer.dtype == out.dtype else torch.empty_like(out, dtype=buffer.dtype)
         with lost_ranks_named(group):
-            work = _reduce_scatter(target, buffer, group=group.process_group, async_op=True)
+            work = pieces.reduce_scatter_single(target, buffer, group=group.process_group, async_op=True)
         finish_copy = None if target is out else lambda: out.copy_(target)
         return PendingCollective(out, [work], group, self.traffic, finish_copy, keep=(buffer, target))
+
+    def _reduce_scatter_directly(self, out: torch.Tensor, rows: torch.Tensor, group: Group) -> PendingCollective:
+        """An all-to-all and a local sum: half of what Gloo's own reduce-scatter sends."""
+        self.traffic.count_direct("reduce_scatter", dict.fromkeys(group.ranks, rows.nbytes // group.size))
+        under_way = pieces.exchange(rows, group)
+
+        def finish() -> None:
+            for start, piece in under_way.received:
+                torch.sum(piece, 0, dtype=out.dtype, out=out.view(-1)[start : start + piece.shape[1]])
+
+        return PendingCollective(out, under_way.works, group, self.traffic, finish, keep=under_way.keep)
+
+    def all_to_all(self, rows: torch.Tensor, *, group: Group) -> PendingCollective:
+        """Each rank of the group gets its row of everyone's ``rows``; the result is these, by rank."""
+        received = torch.empty_like(rows)
+        self.traffic.count_direct("all_to_all", dict.fromkeys(group.ranks, rows.nbytes // group.size))
+        if self.backends.of_tensor(rows) == "gloo":
+            under_way = pieces.exchange(rows, group)
+            finish = partial(under_way.write, received)
+            return PendingCollective(received, under_way.works, group, self.traffic, finish, keep=under_way.keep)
+        with lost_ranks_named(group):
+            work = dist.all_to_all_single(received, rows, group=group.process_group, async_op=True)
+        return PendingCollective(received, [work], group, self.traffic, keep=(rows,))
 
     def all_gather(self, out: torch.Tensor, chunk: torch.Tensor, *, group: Group | None = None) -> PendingCollective:
         """``out`` becomes everyone's ``chunk``, one after the other."""
@@ -158,51 +196,13 @@ class Communicator:
             return PendingCollective(out.copy_(chunk.view_as(out)), (), group, self.traffic)
         self.traffic.count_all_gather(group.ranks, chunk.nbytes)
         if self.backends.of_tensor(chunk) == "gloo":
-            return self._all_gather_in_pieces(out, chunk.view(-1), group)
+            rows = out.view(group.size, -1)
+            under_way = pieces.gather(rows, chunk.view(-1), group)
+            finish = partial(under_way.write, rows)
+            return PendingCollective(out, under_way.works, group, self.traffic, finish, keep=under_way.keep)
         with lost_ranks_named(group):
-            work = _all_gather(out, chunk, group=group.process_group, async_op=True)
+            work = pieces.all_gather_single(out, chunk, group=group.process_group, async_op=True)
         return PendingCollective(out, [work], group, self.traffic, keep=(chunk,))
-
-    # Gloo sends a large message in one direction at a time; many small ones under way at once use both directions of a
-    # link. On a shaped 200 Mbit/s link, 14.7 MB each way take 0.80 s in pieces of 4 MB, 0.65 s in pieces of half a megabyte
-    # and 0.63 s in pieces of a quarter; at line rate they would take 0.59 s. Smaller pieces gain nothing there and cost time
-    # on a fast link.
-
-    def _reduce_scatter_directly(self, out: torch.Tensor, rows: torch.Tensor, group: Group) -> PendingCollective:
-        """An all-to-all and a local sum: half of what Gloo's own reduce-scatter sends."""
-        self.traffic.count_direct("reduce_scatter", dict.fromkeys(group.ranks, rows.nbytes // group.size))
-        sent, received = torch.empty_like(rows).view(-1), torch.empty_like(rows).view(-1)
-        pieces, works = [], []
-        for start, piece in _pieces(rows):
-            place = slice(start * group.size, start * group.size + piece.numel())
-            sent[place].view_as(piece).copy_(piece)
-            with lost_ranks_named(group):
-                works.append(
-                    dist.all_to_all_single(received[place], sent[place], group=group.process_group, async_op=True)
-                )
-            pieces.append((start, received[place].view_as(piece)))
-
-        def finish() -> None:
-            for start, piece in pieces:
-                torch.sum(piece, 0, dtype=out.dtype, out=out.view(-1)[start : start + piece.shape[1]])
-
-        return PendingCollective(out, works, group, self.traffic, finish, keep=(sent, received))
-
-    def _all_gather_in_pieces(self, out: torch.Tensor, chunk: torch.Tensor, group: Group) -> PendingCollective:
-        rows, received = out.view(group.size, -1), torch.empty_like(out).view(-1)
-        pieces, works = [], []
-        for start, target in _pieces(rows):
-            place = slice(start * group.size, start * group.size + target.numel())
-            own = chunk[start : start + target.shape[1]]
-            with lost_ranks_named(group):
-                works.append(_all_gather(received[place], own, group=group.process_group, async_op=True))
-            pieces.append((target, received[place].view_as(target)))
-
-        def finish() -> None:
-            for target, piece in pieces:
-                target.copy_(piece)
-
-        return PendingCollective(out, works, group, self.traffic, finish, keep=(chunk, received))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, group: Group | None = None) -> PendingCollective:
         """``tensor`` becomes that of the group's ``source``-th rank."""
@@ -278,15 +278,3 @@ def _let_gloo_finish() -> None:
     process aborts with "terminate called without an active exception" and the launcher reports a failed run.
     """
     time.sleep(EXIT_SECONDS)
-
-
-def _pieces(rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first column, [W, c] view) of pieces whose rows have at most PIECE_BYTES."""
-    length = max(1, PIECE_BYTES // rows.element_size())
-    for start in range(0, rows.shape[1], length):
-        yield start, rows[:, start : start + length]
-
-
-# Renamed in torch 2.13; the old names warn there and the new ones are missing before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .quantised import blocks_for, message_bytes
 from .topology import Topology
-from .wire import itemsize_on_wire
+from .wire import is_quantised, itemsize_on_wire, wire_dtype_named
 
 MiB = 1024**2
 FIRST_BUCKET, BUCKET = 1 * MiB, 25 * MiB
@@ -91,10 +92,55 @@ def all_reduce(problem: Problem, nbytes: float, calls: float = 1, ranks: Sequenc
     return _ring(problem, list(ranks), 2 * (len(ranks) - 1) / len(ranks) * nbytes, calls)
 
 
+def mean_over_ranks(problem: Problem, numbers: float, wire_dtype: str | None, calls: float = 1) -> Prediction:
+    """A mean of so many numbers over all ranks in a wire type (hierarchy.MeanOverRanks).
+
+    In 8-bit digits it is an all-to-all and an all-gather of what they are encoded as; among nodes of several ranks those
+    travel between nodes only.
+    """
+    if not is_quantised(wire_dtype_named(wire_dtype)):
+        return all_reduce(problem, numbers * itemsize_on_wire(problem.itemsize, wire_dtype), calls)
+    nodes = problem.topology.nodes
+    if len(nodes) in (1, problem.world):
+        return quantised_mean(problem, numbers, range(problem.world), calls)
+    inside = all_reduce_in_groups(problem, nodes, numbers * max(problem.itemsize, 4), calls)
+    return inside + quantised_mean_between_nodes(problem, numbers, calls)
+
+
+def quantised_mean_between_nodes(
+    problem: Problem, numbers: float, calls: float = 1, *, with_lost: bool = False
+) -> Prediction:
+    """A mean over nodes of what is equal inside a node, in digits between nodes.
+
+    ``with_lost`` if the ranks of a node tell each other what rounding took.
+    """
+    groups = _talking_across(problem)
+    cost = Prediction(collectives=2 * calls)
+    for ranks in groups:
+        cost += quantised_mean(problem, numbers / len(groups), ranks, 0)
+    for _ in range(2 if with_lost else 1):
+        cost += _share_inside_nodes(problem, numbers * max(problem.itemsize, 4), calls)
+    return cost
+
+
+def quantised_mean(problem: Problem, numbers: float, ranks: Sequence[int], calls: float = 1) -> Prediction:
+    """A mean among some ranks in digits: each sends every other its part, and the mean of its own part around the ring."""
+    if len(ranks) == 1 or not numbers:
+        return Prediction()
+    part = message_bytes(blocks_for(math.ceil(numbers), len(ranks)))
+    nodes = len(problem.topology.nodes)
+    pairs = [(a, b) for a in ranks for b in ranks if a != b]
+    inside = sum(problem.topology.same_node(a, b) for a, b in pairs)
+    directly = Prediction(inside * part / nodes, (len(pairs) - inside) * part / nodes, calls)
+    return directly + _ring(problem, list(ranks), (len(ranks) - 1) * part, calls)
+
+
 def all_reduce_gradients(problem: Problem, wire_dtype: str | None = None) -> Prediction:
-    """All gradients between all ranks, one all-reduce a bucket, as DDP does."""
-    nbytes = problem.elements * itemsize_on_wire(problem.itemsize, wire_dtype)
-    return all_reduce(problem, nbytes, len(problem.buckets()))
+    """All gradients between all ranks, bucket by bucket, as DDP does."""
+    cost = Prediction()
+    for bucket in problem.buckets():
+        cost += mean_over_ranks(problem, sum(math.prod(shape) for _, shape in bucket), wire_dtype)
+    return cost
 
 
 def all_reduce_in_groups(
@@ -108,17 +154,30 @@ def all_reduce_in_groups(
 
 
 def all_reduce_between_nodes(problem: Problem, nbytes: float, calls: float = 1) -> Prediction:
-    """A mean over nodes of what is equal inside a node: each rank sends its part across, then shares it inside.
-
-    For nodes of equal size.
-    """
-    groups = problem.topology.across
-    cost = Prediction()
+    """A mean over nodes of what is equal inside a node: some ranks send it across, then it is shared inside."""
+    groups = _talking_across(problem)
+    cost = Prediction(collectives=calls)
     for ranks in groups:
         cost += all_reduce(problem, nbytes / len(groups), 0, ranks)
-    for ranks in problem.topology.nodes:
-        cost += _ring(problem, ranks, (len(ranks) - 1) / len(ranks) * nbytes, 0)
-    return cost + Prediction(collectives=calls * (1 if len(groups) == 1 else 2))
+    return cost + _share_inside_nodes(problem, nbytes, calls)
+
+
+def _talking_across(problem: Problem) -> Sequence[Sequence[int]]:
+    """Groups with a rank of each node: as many as nodes have ranks, or one if these numbers differ."""
+    topology = problem.topology
+    return topology.across if topology.is_even else [topology.leaders]
+
+
+def _share_inside_nodes(problem: Problem, nbytes: float, calls: float) -> Prediction:
+    """Every rank of a node tells the others its part, or the first one tells everything."""
+    topology = problem.topology
+    if len(topology.nodes) == problem.world:
+        return Prediction()
+    cost = Prediction(collectives=calls)
+    for ranks in topology.nodes:
+        sent = (len(ranks) - 1) * nbytes
+        cost += Prediction(within=sent / len(topology.nodes))
+    return cost
 
 
 def all_gather(problem: Problem, nbytes: float, calls: float = 1) -> Prediction:

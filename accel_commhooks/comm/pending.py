@@ -16,7 +16,13 @@ from .traffic import Traffic
 class PendingResult(Protocol):
     """Communication under way whose result can be waited for."""
 
-    def wait(self) -> object: ...
+    def go_on(self) -> None:
+        """Wait for what is under way, and issue what follows from it."""
+        ...
+
+    def wait(self) -> object:
+        """Until the result is there."""
+        ...
 
 
 class PendingCollective:
@@ -34,7 +40,7 @@ class PendingCollective:
         self._result, self._works, self._group, self._traffic = result, works, group, traffic
         self._finish, self._keep = finish, keep
 
-    def wait(self) -> torch.Tensor:
+    def go_on(self) -> None:
         if self._works:
             start = time.perf_counter()
             with lost_ranks_named(self._group):
@@ -42,6 +48,9 @@ class PendingCollective:
                     work.wait()
             self._traffic.waited += time.perf_counter() - start
             self._works = ()
+
+    def wait(self) -> torch.Tensor:
+        self.go_on()
         if self._finish is not None:
             self._finish()
             self._finish = None

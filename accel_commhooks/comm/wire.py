@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from ..config.options import option
+from .quantised import DIGIT_ERROR
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
-def wire_dtype_option(documentation: str) -> Any:
-    """The ``wire_dtype`` option of a hook that can narrow what it sends."""
-    return option(None, documentation, choices=(None, *_DTYPES), aliases=("wrapper",))
+def wire_dtype_option(documentation: str, default: str | None = None) -> Any:
+    """The ``wire_dtype`` option of a hook that can narrow what it sends; ``default`` may be a word of the hook's own."""
+    return option(default, documentation, choices=tuple(dict.fromkeys([default, None, *_DTYPES])), aliases=("wrapper",))
 
 
 def wire_dtype_named(name: str | None) -> torch.dtype | None:
@@ -25,9 +26,19 @@ def wire_dtype_named(name: str | None) -> torch.dtype | None:
     return None if name is None else _DTYPES[name]
 
 
+def is_quantised(dtype: torch.dtype | None) -> bool:
+    """Whether numbers travel as digits with a scale for each block (quantised.py), and not in a type that can be added up."""
+    return dtype is torch.int8
+
+
 def itemsize_on_wire(itemsize: int, name: str | None) -> int:
-    """Bytes that an element of ``itemsize`` bytes takes when it travels; narrowing never widens."""
+    """Bytes that an element of ``itemsize`` bytes takes when it travels; narrowing never widens. Scales are left out."""
     return itemsize if name is None else min(itemsize, _DTYPES[name].itemsize)
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """The largest error of rounding to a type, relative to the number, or to the largest one of its block for digits."""
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else DIGIT_ERROR
 
 
 def narrows(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -66,3 +66,32 @@ def on_this_stream(function: Callable[[], None], device: torch.device) -> Callab
         asking.wait_stream(issued)
 
     return run
+
+
+_side_streams: dict[torch.device, torch.Stream] = {}
+
+
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[torch.Event | None]:
+    """Within it work is given to a stream of its own, behind all that the current stream has been given so far.
+
+    Yields an event that comes when that work is done (:func:`wait_for`). What is allocated and freed within is reused within
+    only, and so behind whatever the current stream was given before the next time.
+    """
+    if device.type in ("cpu", "meta"):
+        yield None
+        return
+    module = torch.get_device_module(device)
+    if device not in _side_streams:
+        _side_streams[device] = module.Stream(device=device)
+    side = _side_streams[device]
+    side.wait_stream(module.current_stream(device))
+    end = torch.Event(device=device)
+    with module.stream(side):
+        yield end
+        end.record(side)
+
+
+def wait_for(event: torch.Event, device: torch.device) -> None:
+    """Make the current stream wait; the host goes on."""
+    torch.get_device_module(device).current_stream(device).wait_event(event)

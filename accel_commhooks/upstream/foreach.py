@@ -41,6 +41,12 @@ def add(targets: Tensors, others: Tensors) -> None:
         torch._foreach_add_(list(targets), list(others))
 
 
+def subtract(targets: Tensors, others: Tensors) -> None:
+    """Subtract from each target, in place."""
+    if targets:
+        torch._foreach_sub_(list(targets), list(others))
+
+
 def sums(ones: Tensors, others: Tensors) -> Tensors:
     """New tensors."""
     return torch._foreach_add(list(ones), list(others)) if ones else []
@@ -68,4 +74,6 @@ def norms(tensors: Tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 def largest(tensors: Tensors) -> torch.Tensor:
     """The largest absolute value in each tensor, as one tensor; a NaN is larger than all. Empty tensors are not allowed."""
+    if tensors[0].device.type == "cpu":  # where it takes a twentieth of a norm's time
+        return torch.stack([torch.maximum(high, -low) for low, high in map(torch.aminmax, tensors)])
     return torch.stack(torch._foreach_norm(list(tensors), math.inf))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..comm.wire import wire_dtype_named
+from ..comm.wire import roundoff, wire_dtype_named
 from .case import Case, Outcome, failed, not_applicable, passed
 from .subject import EPSILON, LEARNING_RATE, Subject, Weights, distance, largest
 
@@ -56,13 +56,13 @@ def _allowed(case: Case, largest_gradient: float, weights: Weights) -> float:
     wire = wire_dtype_named(case.hook_class.wire_dtype(case.options))
     gradient = max(case.everyone(largest_gradient))
     slope = LEARNING_RATE * (1 + gradient / EPSILON) / EPSILON
-    rounded_weights = torch.finfo(wire).eps / 2 * largest(weights) if wire is not None else 0.0
+    rounded_weights = roundoff(wire) * largest(weights) if wire is not None else 0.0
     return case.steps * slope * _of_sums(case, wire) * gradient + rounded_weights + case.rounding(weights)
 
 
 def _of_sums(case: Case, wire: torch.dtype | None) -> float:
     """The relative error of a mean over all ranks in a type: four standard deviations of as many roundings."""
-    return 4 * case.comm.size**0.5 * torch.finfo(wire or torch.float32).eps / 2
+    return 4 * case.comm.size**0.5 * roundoff(wire or torch.float32)
 
 
 def consensus(case: Case) -> Outcome:

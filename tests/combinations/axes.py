@@ -13,11 +13,20 @@ Case = dict[str, str]
 HOOKS: dict[str, tuple[str, dict]] = {
     "allreduce": ("allreduce", {}),
     "bf16": ("bf16_compress", {}),
+    "int8": ("int8_compress", {}),
     "powersgd": ("powersgd", {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2}),
     "powersgd alternate": ("powersgd", {"start_powerSGD_iter": 1, "matrix_approximation_rank": 2, "alternate": True}),
+    "powersgd in int8": (
+        "powersgd",
+        {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2, "wire_dtype": "int8"},
+    ),
     "powersgd between nodes": ("powersgd", {"start_powerSGD_iter": 2, "scope": "node", "ranks_per_node": 1}),
     "batched_powersgd": ("batched_powersgd", {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2}),
     "local": ("post_localsgd", {"start_localSGD_iter": 2, "period": 3, "subgroup": "none"}),
+    "local in int8": (
+        "post_localsgd",
+        {"start_localSGD_iter": 2, "period": 3, "subgroup": "none", "wire_dtype": "int8"},
+    ),
     "local in one node": ("post_localsgd", {"start_localSGD_iter": 2, "period": 3, "ranks_per_node": 2}),
     "local outer": (
         "post_localsgd",
@@ -43,6 +52,7 @@ HOOKS: dict[str, tuple[str, dict]] = {
         {"start_localSGD_iter": 2, "period": 3, "subgroup": "none", "restore_local": True},
     ),
     "zero": ("zero_overlap", {"elementwise": ["Subclassed"]}),
+    "zero in int8": ("zero_overlap", {"wire_dtype": "int8", "elementwise": ["Subclassed"]}),
     "zero whole": ("zero_overlap", {"shard_buckets": False, "elementwise": ["Subclassed"]}),
     "zero in backward": ("zero_overlap", {"step": "interleaved", "elementwise": ["Subclassed"]}),
 }

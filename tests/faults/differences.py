@@ -31,8 +31,9 @@ OTHER_OPTION = {
     "post_localsgd": {"period": 3},
     "zero_overlap": {"overlap": False},
     "allreduce": {"wire_dtype": "bf16"},
+    "int8_compress": {"ranks_per_node": 1},
 }
-ALWAYS_SEEN = ("allreduce", "powersgd", "batched_powersgd", "zero_overlap")
+ALWAYS_SEEN = ("allreduce", "int8_compress", "powersgd", "batched_powersgd", "zero_overlap")
 """Hooks whose weights are the same on all ranks before every reduction."""
 
 

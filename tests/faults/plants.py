@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accel_commhooks.attachment import agreement, rank_files
 from accel_commhooks.attachment.consistency import Consistency
-from accel_commhooks.comm import collectives, pending
+from accel_commhooks.comm import collectives, pending, pieces
 
 from .oracle import HANG, LOST, SILENT, UNNAMED
 
@@ -51,7 +51,8 @@ def _raw_errors() -> None:
     def nothing(group: Any) -> Iterator[None]:
         yield
 
-    pending.lost_ranks_named = collectives.lost_ranks_named = nothing
+    for module in (pending, collectives, pieces):
+        module.lost_ranks_named = nothing
 
 
 def _no_checks() -> None:
@@ -78,7 +79,7 @@ SEEN_IN = {
     "no-gather": ("disk", 4, LOST),
     "raw-errors": ("kill", 3, UNNAMED),
     "no-checks": ("flip", 4, SILENT),
-    "no-timeout": ("stop", 6, HANG),
+    "no-timeout": ("stop", 40, HANG),
     "no-agreement": ("differ", 3, SILENT),
 }
 """The kind of faults that shows a defect, how many of them are enough, and what it is found as."""

@@ -31,7 +31,9 @@ class Subject:
 
 SUBJECTS = {
     "allreduce": Subject("allreduce"),
+    "int8_compress": Subject("int8_compress"),
     "powersgd": Subject("powersgd", {"start_powerSGD_iter": 1, "matrix_approximation_rank": 2}),
+    "powersgd int8": Subject("powersgd", {"start_powerSGD_iter": 1, "wire_dtype": "int8"}),
     "powersgd node": Subject("powersgd", {"start_powerSGD_iter": 1, "scope": "node", "ranks_per_node": 2}, (4,)),
     "batched_powersgd": Subject("batched_powersgd", {"start_powerSGD_iter": 1, "matrix_approximation_rank": 2}),
     "local": Subject("post_localsgd", {"start_localSGD_iter": 1, "period": 2, "subgroup": "none"}),
@@ -50,6 +52,7 @@ SUBJECTS = {
     "zero": Subject("zero_overlap"),
     "zero whole": Subject("zero_overlap", {"shard_buckets": False}),
     "zero masters": Subject("zero_overlap", {"wire_dtype": "bf16"}),
+    "zero int8": Subject("zero_overlap", {"wire_dtype": "int8"}),
     "zero interleaved": Subject("zero_overlap", {"step": "interleaved"}),
 }
 

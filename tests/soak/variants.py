@@ -20,12 +20,15 @@ EARLY: dict[str, dict[str, Any]] = {
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd, alternate": ("powersgd", {**POWERSGD, "alternate": True}),
     "powersgd, bf16": ("powersgd", {**POWERSGD, "wire_dtype": "bf16"}),
+    "powersgd, int8": ("powersgd", {**POWERSGD, "wire_dtype": "int8"}),
     "post_localsgd, alone": ("post_localsgd", LOCAL),
     "post_localsgd, outer": ("post_localsgd", {**LOCAL, "outer": OUTER}),
     "post_localsgd, overlap": ("post_localsgd", {**LOCAL, "overlap_steps": 2, "optimizer_state": "average"}),
+    "post_localsgd, int8": ("post_localsgd", {**LOCAL, "outer": OUTER, "wire_dtype": "int8"}),
     "post_localsgd, restore_local": ("post_localsgd", {**LOCAL, "restore_local": True}),
     "zero_overlap, whole": ("zero_overlap", {"shard_buckets": False}),
     "zero_overlap, bf16": ("zero_overlap", {"wire_dtype": "bf16"}),
+    "zero_overlap, int8": ("zero_overlap", {"wire_dtype": "int8"}),
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.collectives import Communicator
-from ...comm.pending import PendingCollective
+from ...comm.pending import PendingResult
 from ...comm.survivors import Group
 
 BUCKET_BYTES = 25 * 2**20
@@ -69,26 +69,23 @@ def slices(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[list[Piece]]
 
 
 class Exchange:
-    """A mean over a group, slice by slice: ``read(piece)`` returns what to send, ``write(piece, mean)`` stores the result."""
+    """A mean over ranks, slice by slice: ``read(piece)`` returns what to send, ``write(piece, mean)`` stores the result."""
 
     def __init__(
         self,
-        comm: Communicator,
+        mean: Callable[[torch.Tensor], PendingResult],
         tensors: Sequence[torch.Tensor],
         read: Callable[[Piece], torch.Tensor],
         write: Callable[[Piece, torch.Tensor], object],
         *,
-        group: Group | None = None,
-        wire_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        self._comm, self._group, self._wire_dtype = comm, group, wire_dtype
-        self._read, self._write = read, write
+        """``mean(flat)`` starts averaging a flat tensor in place."""
+        self._mean, self._read, self._write = mean, read, write
         self._slices = slices(tensors, slice_bytes(bucket_bytes))
         self._total = sum(tensor.nbytes for tensor in tensors)
         self._sent = 0
-        self._waited_for = 0
-        self._under_way: list[tuple[list[Piece], PendingCollective]] = []
+        self._under_way: list[tuple[list[Piece], torch.Tensor, PendingResult]] = []
         self._spare: list[torch.Tensor] = []
 
     def run(self) -> None:
@@ -97,6 +94,8 @@ class Exchange:
             if len(self._under_way) > 1:
                 self._receive()
             self._send(pieces)
+            for *_, pending in self._under_way[:-1]:
+                pending.go_on()
         self.finish()
 
     def advance(self, fraction: float) -> None:
@@ -107,9 +106,8 @@ class Exchange:
         before = len(self._under_way)
         while self._sent < fraction * self._total and (pieces := next(self._slices, None)) is not None:
             self._send(pieces)
-        for _, pending in self._under_way[self._waited_for : before]:
-            pending.wait()
-        self._waited_for = before
+        for *_, pending in self._under_way[:before]:
+            pending.go_on()
 
     def finish(self) -> None:
         """Send what has not been sent, and receive everything."""
@@ -120,7 +118,7 @@ class Exchange:
 
     def drop(self) -> None:
         """Wait for what is under way, and do not write it."""
-        for _, pending in self._under_way:
+        for *_, pending in self._under_way:
             pending.wait()
         self._under_way = []
 
@@ -131,12 +129,11 @@ class Exchange:
         self._spare = []
         flat = torch.cat(parts, out=fitting[0]) if fitting else torch.cat(parts)
         self._sent += flat.nbytes
-        pending = self._comm.all_reduce(flat, group=self._group, wire_dtype=self._wire_dtype)
-        self._under_way.append((pieces, pending))
+        self._under_way.append((pieces, flat, self._mean(flat)))
 
     def _receive(self) -> None:
-        pieces, pending = self._under_way.pop(0)
-        flat = pending.wait()
+        pieces, flat, pending = self._under_way.pop(0)
+        pending.wait()
         offset = 0
         for piece in pieces:
             self._write(piece, flat[offset : offset + piece.length])
@@ -167,6 +164,9 @@ def average_in_place(
             observe(own, mean)
         own.copy_(mean)
 
-    Exchange(comm, flat, lambda piece: piece.of(flat[piece.index]), write, group=group, bucket_bytes=bucket_bytes).run()
+    def mean(slice_: torch.Tensor) -> PendingResult:
+        return comm.all_reduce(slice_, group=group)
+
+    Exchange(mean, flat, lambda piece: piece.of(flat[piece.index]), write, bucket_bytes=bucket_bytes).run()
     for index, tensor in scattered:
         tensor.detach().copy_(flat[index])

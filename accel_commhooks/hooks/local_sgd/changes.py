@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ...comm.collectives import Communicator
+from ...comm.hierarchy import MeanOverRanks
 from ...comm.wire import wire_dtype_named
 from ...upstream.devices import copies_on_host
 from .averaging import Exchange, Piece
@@ -23,11 +24,12 @@ class ChangeAverager:
     """The anchor, the outer optimizer's momentum, and a change that may be under way. Tensors are keyed by name."""
 
     def __init__(self, options: AveragingOptions, comm: Communicator):
-        self._comm = comm
         # In the background, a change has a group of its own, so that the script's collectives do not queue behind it.
-        self._background = comm.subgroup([range(comm.size)]) if options.overlap_steps else None
+        background = comm.subgroup([range(comm.size)]) if options.overlap_steps else None
+        self._mean = MeanOverRanks(
+            comm, wire_dtype_named(options.wire_dtype), group=background, in_background=background is not None
+        )
         self._lr, self._momentum_factor, self._nesterov = options.outer_optimizer()
-        self._wire_dtype = wire_dtype_named(options.wire_dtype)
         self.anchor: Tensors = {}
         self.momentum: Tensors = {}
         self.sent: Tensors = {}
@@ -48,7 +50,7 @@ class ChangeAverager:
             distance.add(own, anchor + change)
             own.copy_(self._move_anchor(names[piece.index], piece, change))
 
-        Exchange(self._comm, targets, read, write, wire_dtype=self._wire_dtype).run()
+        Exchange(self._mean, targets, read, write).run()
         return distance
 
     def send(self, parameters: Tensors) -> None:
@@ -86,7 +88,7 @@ class ChangeAverager:
             # Local steps were taken meanwhile: move by the distance from the weights that were sent to the new anchor.
             piece.of(targets[piece.index]).add_(self._move_anchor(name, piece, change) - sent)
 
-        self._exchange = Exchange(self._comm, targets, read, write, group=self._background, wire_dtype=self._wire_dtype)
+        self._exchange = Exchange(self._mean, targets, read, write)
 
     def advance(self, fraction: float) -> None:
         """Send more of the change, until a fraction of it is on its way."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...comm.cost import Prediction, Problem, all_reduce_in_groups
-from ...comm.wire import itemsize_on_wire
+from ...comm.cost import Prediction, Problem, all_reduce_in_groups, mean_over_ranks
 from .averaging import slice_bytes
 from .options import PostLocalSGDOptions
 
@@ -32,6 +31,5 @@ def post_localsgd_cost(options: PostLocalSGDOptions, problem: Problem) -> Predic
                 neighbours = [range(first, first + size) for first in range(0, problem.world, size)]
                 cost += all_reduce_in_groups(problem, neighbours, full, slices) * (1 / length)
     else:
-        sent = problem.elements * itemsize_on_wire(problem.itemsize, options.wire_dtype)
-        cost += all_reduce_in_groups(problem, [range(problem.world)], sent, slices) * (1 / options.period)
+        cost += mean_over_ranks(problem, problem.elements, options.wire_dtype, slices) * (1 / options.period)
     return cost

@@ -51,7 +51,9 @@ class AveragingOptions(HookOptions):
         {}, "Optimizer on the averaged change: {name: sgd | nesterov, lr: 0.7, momentum: 0.9}; empty means a plain mean.",
         check=_is_outer,
     )  # fmt: skip
-    wire_dtype: str | None = wire_dtype_option("Type in which changes since the last averaging travel: fp16 or bf16.")
+    wire_dtype: str | None = wire_dtype_option(
+        "Type in which changes since the last averaging travel: fp16, bf16 or int8."
+    )
     optimizer_state: str = option(
         "keep",
         "The inner optimizer's moments at an averaging: keep, average or reset.",

@@ -83,7 +83,7 @@ class BatchedPowerSGDHook(LowRankHook):
             residuals.append((name, offset, gradient.numel()))
             offset += gradient.numel()
         side = square_side(offset)
-        rank = min(side, self.options.matrix_approximation_rank)
+        rank = min(side, self.options.rank)
         return Unit.allocate(
             side * side,
             [Matrix(self._NAME, 0, side, side, rank)],

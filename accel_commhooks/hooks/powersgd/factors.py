@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 
 from ...upstream import foreach
 from ...upstream.devices import to_device
 from ..host import on_host
+from .sending import Side
 from .units import Kept, Matrix, Unit
-
-Side = Literal["p", "q"]
 
 
 def _kept(unit: Unit, side: Side) -> Kept:
@@ -57,7 +55,10 @@ def keep(wave: Sequence[Unit], side: Side, fine: torch.Tensor, *, only_used: boo
                 new, kept = (run.p, run.p_kept) if side == "p" else (run.q, run.q_kept)
                 assert kept is not None
                 torch.where(fine & chosen, new, kept, out=kept)
-                run.left = run.left * chosen
+                if side == "p":  # the factor that did not travel, so that nothing is counted of this rank either
+                    run.right = run.right * chosen
+                else:
+                    run.left = run.left * chosen
         return
     new_ones = [unit.flat[unit.left if side == "p" else unit.right] for unit in wave]
     old_ones = [_kept(unit, side).flat for unit in wave]

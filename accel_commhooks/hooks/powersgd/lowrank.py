@@ -38,12 +38,17 @@ def add_and_project(m: torch.Tensor, residual: torch.Tensor, p: torch.Tensor, q:
             torch.mm(q, m_rows.t(), out=p_rows)
 
 
-def approximate(m: torch.Tensor, residual: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, keeps: bool) -> None:
-    """M becomes P^T Q; if ``keeps``, the residual becomes M - P^T Q."""
-    columns, count = p.t(), _rows_at_once(m)
-    for m_rows, residual_rows, p_rows in zip(m.split(count), residual.split(count), columns.split(count), strict=True):
+Factors = tuple[torch.Tensor, torch.Tensor]
+"""P and Q."""
+
+
+def approximate(m: torch.Tensor, residual: torch.Tensor, result: Factors, counted: Factors, *, keeps: bool) -> None:
+    """M becomes P^T Q of the result; if ``keeps``, the residual becomes M - P^T Q of what was counted."""
+    (p, q), (own_p, own_q), count = result, counted, _rows_at_once(m)
+    rows = (each.split(count) for each in (m, residual, p.t(), own_p.t()))
+    for m_rows, residual_rows, p_rows, own_p_rows in zip(*rows, strict=True):
         if keeps:
-            torch.addmm(m_rows, p_rows, q, alpha=-1, out=residual_rows)
+            torch.addmm(m_rows, own_p_rows, own_q, alpha=-1, out=residual_rows)
         torch.mm(p_rows, q, out=m_rows)
 
 
@@ -67,20 +72,22 @@ def rows_to_keep(count: int, fine: torch.Tensor) -> torch.Tensor:
 
 
 def approximate_batch(
-    m: torch.Tensor, residual: torch.Tensor | None, p: torch.Tensor, q: torch.Tensor, rows: torch.Tensor
+    m: torch.Tensor, residual: torch.Tensor | None, result: Factors, counted: Factors, rows: torch.Tensor
 ) -> None:
-    """M becomes P^T Q, and the residual, which has row 0 as scratch space, M - P^T Q where ``rows`` says (see above)."""
-    columns = p.mT
+    """The same; the residual has row 0 as scratch space, and ``rows`` says where its rows go (see above)."""
     if residual is not None:
-        m.baddbmm_(columns, q, alpha=-1)
+        own_p, own_q = counted
+        m.baddbmm_(own_p.mT, own_q, alpha=-1)
         residual.index_copy_(1, rows[: m.shape[1]], m)
-    torch.bmm(columns, q, out=m)
+    p, q = result
+    torch.bmm(p.mT, q, out=m)
 
 
 def rank_for(rows: int, columns: int, rank: int, min_compression_rate: float) -> int:
     """The rank to compress an [rows, columns] matrix with, or 0 if that would not shrink it enough (torch's rule)."""
     rank = min(rows, columns, rank)
-    return rank if (rows + columns) * rank * min_compression_rate < rows * columns else 0
+    shrinks = (rows + columns) * rank * min_compression_rate < rows * columns
+    return rank if shrinks and min(rows, columns) > 1 else 0  # a vector is its own factor
 
 
 def random_factor(rank: int, n: int, *, key: str, seed: int) -> torch.Tensor:

@@ -12,11 +12,18 @@ from ...config.errors import shown
 from ...config.options import HookOptions, option
 from .lowrank import rank_for
 
+RANK = 4
+RANK_IN_DIGITS = 15
+"""Of as many bytes: at equal bytes a higher rank in digits learns better (docs/accuracy.md)."""
+
 
 @dataclass(kw_only=True)
 class LowRankOptions(HookOptions):
-    matrix_approximation_rank: int = option(
-        4, "Rank of the approximation: bytes grow with it.", at_least=1, remedy="use name: allreduce for no compression"
+    matrix_approximation_rank: int | None = option(
+        RANK,
+        "Rank of the approximation: bytes grow with it.",
+        at_least=1,
+        remedy="use name: allreduce for no compression",
     )
     start_powerSGD_iter: int = option(
         100, "Optimizer steps with plain averaging before compression starts.", at_least=0, delays_start=True
@@ -31,8 +38,18 @@ class LowRankOptions(HookOptions):
         False, "Multiply matrices of one shape that lie at even distances in one call on CPUs too; elsewhere always."
     )
     alternate: bool = option(False, "Send one factor per step, P and Q in turn: half the bytes and collectives.")
-    wire_dtype: str | None = wire_dtype_option("Type in which P and Q travel: fp16 or bf16.")
+    wire_dtype: str | None = wire_dtype_option("Type in which P and Q travel: fp16, bf16 or int8.")
     scope: str = option("all", "all: compress between all ranks; node: only between nodes.", choices=("all", "node"))
+
+    @property
+    def rank(self) -> int:
+        """``matrix_approximation_rank``, given or chosen."""
+        assert self.matrix_approximation_rank is not None, "check() has chosen one"
+        return self.matrix_approximation_rank
+
+    def check(self) -> None:
+        if self.matrix_approximation_rank is None:
+            self.matrix_approximation_rank = RANK
 
     def cycle(self) -> int:
         return 2 if self.alternate else 1
@@ -55,9 +72,26 @@ def _are_ranks(value: dict) -> str | None:
 
 @dataclass(kw_only=True)
 class PowerSGDOptions(LowRankOptions):
+    matrix_approximation_rank: int | None = option(
+        None,
+        f"Rank of the approximation: bytes grow with it. {RANK_IN_DIGITS} with int8 when not given, else {RANK}.",
+        at_least=1,
+        remedy="use name: allreduce for no compression",
+    )
+    wire_dtype: str | None = wire_dtype_option(
+        "Type in which P and Q travel: fp16, bf16 or int8; auto is int8 where no rank is given, and else null.", "auto"
+    )
     include: list = option([], "Name patterns of the parameters to compress; empty means all.", check=_are_patterns)
     exclude: list = option([], "Name patterns of the parameters to send uncompressed.", check=_are_patterns)
     ranks: dict = option({}, "Rank per name pattern, first match wins; 0 sends uncompressed.", check=_are_ranks)
+
+    def check(self) -> None:
+        if self.wire_dtype == "auto":
+            names_a_rank = self.matrix_approximation_rank is not None or any(self.ranks.values())
+            self.wire_dtype = None if names_a_rank else "int8"
+        if self.matrix_approximation_rank is None and self.wire_dtype == "int8":
+            self.matrix_approximation_rank = RANK_IN_DIGITS
+        super().check()
 
     def rank_of(self, name: str) -> int:
         """The rank asked for a parameter; 0 for none."""
@@ -68,11 +102,12 @@ class PowerSGDOptions(LowRankOptions):
                 return rank
         if self.include and not any(fnmatch.fnmatch(name, pattern) for pattern in self.include):
             return 0
-        return self.matrix_approximation_rank
+        return self.rank
 
     def matrix_of(self, name: str, shape: Sequence[int]) -> tuple[int, int, int]:
         """(rows, columns, rank) of a parameter as a matrix; rank 0 if it is sent uncompressed."""
         rows = shape[0] if shape else 1
         columns = math.prod(shape) // max(rows, 1)
         asked = self.rank_of(name)
-        return rows, columns, rank_for(rows, columns, asked, self.min_compression_rate) if asked else 0
+        rate = self.min_compression_rate / (4 if self.wire_dtype == "int8" else 1)  # a digit is a quarter of a number
+        return rows, columns, rank_for(rows, columns, asked, rate) if asked else 0

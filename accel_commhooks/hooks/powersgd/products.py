@@ -32,20 +32,21 @@ def project(unit: Unit, *, onto_p: bool, batched: bool, adds_errors: bool = Fals
 
 
 def approximate(wave: list[Unit], fine: torch.Tensor, *, batched: bool) -> None:
-    """M becomes P^T Q, and the residual M - P^T Q; residuals stay what they were unless ``fine``."""
+    """M becomes P^T Q, and the residual M - P^T Q of what was counted; residuals stay what they were unless ``fine``."""
     if batched:
         longest = max((matrix.rows for unit in wave for run in unit.runs for matrix in run.matrices), default=0)
         rows = lowrank.rows_to_keep(longest, fine)
         for unit in wave:
             for run in unit.runs:
-                lowrank.approximate_batch(run.view(unit.m), run.errors, run.left, run.right, rows)
+                lowrank.approximate_batch(run.view(unit.m), run.errors, (run.left, run.right), run.counted, rows)
         return
     keeps = bool(fine)
     for unit in wave:
         errors = unit.errors()
+        counted = [pair for run in unit.runs for pair in zip(*run.counted, strict=True)]
         for index, (matrix, p, q) in enumerate(_each(unit)):
             if errors:
-                lowrank.approximate(matrix, errors[index], p, q, keeps=keeps)
+                lowrank.approximate(matrix, errors[index], (p, q), counted[index], keeps=keeps)
             else:
                 torch.mm(p.t(), q, out=matrix)
 

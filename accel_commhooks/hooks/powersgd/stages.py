@@ -28,19 +28,19 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...comm.hierarchy import NodeReduction
-from ...comm.pending import PendingResult
+from ...comm.hierarchy import MeanOverRanks, NodeReduction
 from ...comm.process_group import GradBucket
-from ...comm.wire import wire_dtype_named
+from ...comm.wire import is_quantised, wire_dtype_named
 from ...config.errors import launched_rank, warn_once
 from ...upstream import foreach
 from ..base import HookContext, QueueHook, State, new_future
 from ..host import on_host
+from ..memory import Memory, with_mean_residuals
 from . import factors, lowrank, products
 from .bases import orthonormal_bases
 from .figures import CompressionStats
-from .memory import Memory
 from .options import LowRankOptions
+from .sending import BesideVectors, InDigits, Mean, Sending, Side
 from .units import Unit
 
 logger = logging.getLogger("accel_commhooks")
@@ -54,7 +54,6 @@ class LowRankHook(QueueHook):
 
     def __init__(self, options: LowRankOptions, context: HookContext):
         super().__init__(options, context)
-        self._wire_dtype = wire_dtype_named(options.wire_dtype)
         self._start: float = options.start_powerSGD_iter
         self._nodes = None
         if options.scope == "node":
@@ -66,12 +65,26 @@ class LowRankHook(QueueHook):
                 self._start = math.inf
             else:
                 self._nodes = NodeReduction(self.comm)
-        self._memory = Memory()
+        self._sending = self._make_sending()
+        self._memory = Memory("q", "p", "error")
         self._units: dict[tuple[int, ...], Unit] = {}
         self._in_flight: list[Unit] = []
         self._compressed_steps = 0
         self._compressed_now = False
         self._stats = CompressionStats()
+
+    def _make_sending(self) -> Sending:
+        dtype = wire_dtype_named(self.options.wire_dtype)
+        mean, mean_in_full = self._mean_in(dtype), self._mean_in(None)
+        if is_quantised(dtype):
+            return InDigits(mean, mean_in_full, list(self.context.names.values()))
+        return BesideVectors(mean, mean_in_full, narrows=dtype is not None)
+
+    def _mean_in(self, dtype: torch.dtype | None) -> Mean:
+        nodes = self._nodes
+        if nodes is None:
+            return MeanOverRanks(self.comm, dtype)
+        return lambda tensor, lost=None: nodes.between(tensor, dtype, lost)
 
     def enqueue(self, bucket: GradBucket, future: torch.futures.Future) -> None:
         """Take a bucket; append its units to those in flight, and start those that can be."""
@@ -112,6 +125,7 @@ class LowRankHook(QueueHook):
 
     def abandon_backward(self) -> None:
         super().abandon_backward()
+        self._sending.abandon()
         for unit in self._in_flight:
             unit.abandon()
         self._in_flight = []
@@ -124,8 +138,10 @@ class LowRankHook(QueueHook):
         for unit in queue:
             if not unit.started:
                 self.first_stage(unit)
+        self._sending.all_given()
         waves = [[unit] for unit in queue] if on_host(queue[0].flat) else [queue]
         largest = [self._second_stage(wave) for wave in waves]
+        self._sending.all_given()
         fine = torch.stack(largest).amax() < math.inf
         for wave in waves:
             self._third_stage(wave, fine)
@@ -155,13 +171,14 @@ class LowRankHook(QueueHook):
         self._stats.at_gradient(unit)
         if self.options.alternate:
             self._stats.at_factor(unit, "q" if self._sends_q() else "p")
-        unit.pending = self._send(unit, unit.right if self._sends_q() else unit.left)
+        self._sending.send_with_vectors(unit, "q" if self._sends_q() else "p", is_last=self.options.alternate)
 
     def _second_stage(self, wave: list[Unit]) -> torch.Tensor:
         """Wait for the first factors, start the second. Returns the largest value that was received; it may be NaN."""
         for unit in wave:
-            unit.wait()
-        received = [unit.flat[_both(unit.right if self._sends_q() else unit.left, unit.small)] for unit in wave]
+            self._sending.wait(unit)
+        sent: Side = "q" if self._sends_q() else "p"
+        received = [part for unit in wave for part in (unit.flat[unit.factor(sent)], unit.flat[unit.small])]
         if not self.options.alternate:
             runs = [run for unit in wave for run in unit.runs]
             for run, basis in zip(runs, self._bases([run.p for run in runs]), strict=True):
@@ -169,14 +186,13 @@ class LowRankHook(QueueHook):
             for unit in wave:
                 products.project(unit, onto_p=True, batched=self._in_batches(unit))
                 self._stats.at_factor(unit, "q")
-                if unit.runs:
-                    unit.pending = [self._average(unit.flat[unit.right], self._wire_dtype)]
+                self._sending.send(unit)
         return _largest_of(received)
 
     def _third_stage(self, wave: list[Unit], fine: torch.Tensor) -> None:
         """Wait for the second factors; the approximation is the result, the rest the new residual."""
         for unit in wave:
-            unit.wait()
+            self._sending.wait(unit)
         if not self.options.alternate:
             fine = fine & (_largest_of([unit.flat[unit.right] for unit in wave]) < math.inf)
         for unit in wave:
@@ -198,7 +214,7 @@ class LowRankHook(QueueHook):
         for unit in wave:
             unit.started = False
             for run in unit.runs:
-                run.basis = None
+                run.basis = run.own = None
             unit.deliver()
 
     # Factors.
@@ -212,7 +228,7 @@ class LowRankHook(QueueHook):
 
     def _take_bases(self, units: list[Unit]) -> None:
         """The orthonormal factors that this step starts from."""
-        side: factors.Side = "p" if self._sends_q() else "q"
+        side: Side = "p" if self._sends_q() else "q"
         if side == "p" or self.options.warm_start:
             starts = factors.kept_ones(units, side)
         else:
@@ -229,21 +245,6 @@ class LowRankHook(QueueHook):
     def _in_batches(self, unit: Unit) -> bool:
         return self.options.batch_tensors_with_same_shape or not on_host(unit.flat)
 
-    # Sending.
-
-    def _send(self, unit: Unit, factor: slice) -> list[PendingResult]:
-        """The factor with the vectors beside it in one collective, or in two where only the factor is narrowed."""
-        if self._wire_dtype is None:
-            both = _both(factor, unit.small)
-            return [self._average(unit.flat[both], None)] if both.stop > both.start else []
-        parts = [(factor, self._wire_dtype), (unit.small, None)]
-        return [self._average(unit.flat[part], dtype) for part, dtype in parts if part.stop > part.start]
-
-    def _average(self, tensor: torch.Tensor, wire_dtype: torch.dtype | None) -> PendingResult:
-        if self._nodes is not None:
-            return self._nodes.between(tensor, wire_dtype)
-        return self.comm.all_reduce(tensor, wire_dtype=wire_dtype)
-
     # Units.
 
     def unit(self, key: tuple[int, ...], build: Callable[[], Unit]) -> Unit:
@@ -254,7 +255,7 @@ class LowRankHook(QueueHook):
         return self._units[key]
 
     def common(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {**super().common(), **self._memory.factors()}
+        return {**super().common(), **{f"factor {kind}": self._memory.of_kind(kind) for kind in ("q", "p")}}
 
     # Checkpoints.
 
@@ -262,34 +263,18 @@ class LowRankHook(QueueHook):
         return {
             **super().state_dict(),
             "compressed_steps": self._compressed_steps,
-            "discards": self._memory.keeps_copies,
             **self._memory.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self._compressed_steps = state["compressed_steps"]
-        self._memory.keeps_copies = state.get("discards", False)
-        self._memory.load_state_dict({kind: state[kind] for kind in ("q", "p", "error")})
+        self._memory.load_state_dict(state)
         self._units.clear()
 
     def merge_states(self, states: Iterable[State]) -> State:
         """Factors are the same on all ranks; every new rank gets the mean residual, so their mean stays what it was."""
-        merged: State = {}
-        count = 0
-        for count, state in enumerate(states, start=1):
-            if count == 1:
-                merged = state
-                continue
-            for name, error in state["error"].items():
-                merged["error"][name] = merged["error"][name] + error
-        merged["error"] = {name: error / count for name, error in merged["error"].items()}
-        return merged
-
-
-def _both(factor: slice, small: slice) -> slice:
-    """A factor and the vectors beside it, which are neighbours in the buffer."""
-    return slice(min(factor.start, small.start), max(factor.stop, small.stop))
+        return with_mean_residuals(states)
 
 
 def _largest_of(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -61,6 +61,15 @@ class Run:
     left: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """The left factor of this step's approximation."""
     right: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    own: torch.Tensor | None = None
+    """What was counted of this rank in the factor that made the approximation; None where that is not known."""
+
+    @property
+    def counted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors of what was counted of this rank's gradient: it has lost the rest."""
+        if self.own is None:
+            return self.left, self.right
+        return (self.own, self.right) if self.left is self.p else (self.left, self.own)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """All matrices of the run, [b, n, m], in a flat gradient."""
@@ -178,6 +187,10 @@ class Unit:
     def abandon(self) -> None:
         """Forget the step that was under way."""
         self.pending, self.started, self.m = [], False, self.flat
+
+    def factor(self, side: str) -> slice:
+        """Where the factors of a side are."""
+        return self.left if side == "p" else self.right
 
     def wait(self) -> None:
         """Wait for the collectives of this unit, in the order in which they were issued."""

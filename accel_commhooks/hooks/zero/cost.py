@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from ...comm.cost import Prediction, Problem, all_gather, all_reduce, all_to_all
-from ...comm.wire import itemsize_on_wire
+from ...comm.quantised import blocks_of, message_bytes
+from ...comm.wire import is_quantised, itemsize_on_wire, wire_dtype_named
 from .options import ZeroOverlapOptions
 from .sharding import GATHER_BYTES
 
@@ -19,8 +20,11 @@ def zero_overlap_cost(options: ZeroOverlapOptions, problem: Problem) -> Predicti
     """
     if not options.shard_buckets:
         return None
-    padded = sum(math.ceil(math.prod(shape) / problem.world) * problem.world for _, shape in problem.parameters)
-    sent = padded * itemsize_on_wire(problem.itemsize, options.wire_dtype)
+    chunks = [math.ceil(math.prod(shape) / problem.world) for _, shape in problem.parameters]
+    if is_quantised(wire_dtype_named(options.wire_dtype)):
+        sent: float = problem.world * message_bytes(sum(map(blocks_of, chunks)))
+    else:
+        sent = problem.world * sum(chunks) * itemsize_on_wire(problem.itemsize, options.wire_dtype)
     cost = all_to_all(problem, sent, len(problem.buckets()))
     stepped_together = problem.buckets() if options.step == "interleaved" else [list(problem.parameters)]
     cost += all_gather(problem, sent, sum(_gathers(problem, part) for part in stepped_together))

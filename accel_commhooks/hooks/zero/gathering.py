@@ -13,7 +13,8 @@ import torch
 
 from ...upstream import seams
 from ...upstream.devices import on_this_stream
-from .sharding import GATHER_BYTES, Shards
+from .sharding import GATHER_BYTES
+from .shards import Shards
 
 
 class ParameterGather:
@@ -48,7 +49,12 @@ class ParameterGather:
     def _start_piece(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         own = [self._shards.get(parameter).detach() for parameter, _ in pairs]  # type: ignore[union-attr]
         gathered = self._ownership.gather(pairs, own, dtype=self._wire_dtype)
-        finish = on_this_stream(gathered, pairs[0][1].device)  # an evaluation may read on a stream of its own
+
+        def write() -> None:
+            gathered()
+            self._shards.delivered([parameter for parameter, _ in pairs])
+
+        finish = on_this_stream(write, pairs[0][1].device)  # an evaluation may read on a stream of its own
         members = [id(parameter) for parameter, _ in pairs]
 
         def finish_all() -> None:

@@ -26,7 +26,8 @@ from .delivery import BucketInFlight, DeliveredGradients, Parts, deliver, share_
 from .gathering import ParameterGather
 from .optimizer_state import DividedState
 from .options import ELEMENTWISE, ZeroOverlapOptions
-from .sharding import EvenSlices, Ownership, Shards, WholeParameters
+from .sharding import EvenSlices, Ownership, WholeParameters
+from .shards import Shards
 from .stepping import ShardedStep
 
 
@@ -249,12 +250,12 @@ class ZeroOverlapHook(CommHook):
         self._state.gather(self._optimizers, keep=self.comm.rank in self.comm.topology.leaders)
 
     def state_dict(self) -> State:
-        return {**super().state_dict(), "masters": self._shards.state_dict()}
+        return {**super().state_dict(), **self._shards.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self._shards.load_state_dict(state["masters"])
+        self._shards.load_state_dict(state)
 
     def merge_states(self, states: Iterable[State]) -> State:
         all_states = list(states)
-        return {**all_states[0], "masters": self._shards.merge(state["masters"] for state in all_states)}
+        return {**all_states[0], **self._shards.merge(all_states)}

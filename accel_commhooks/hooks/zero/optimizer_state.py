@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...config.errors import CompatibilityError
-from .sharding import Shards
+from .shards import Shards
 
 _divided_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[DividedState]] = weakref.WeakKeyDictionary()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...comm.wire import wire_dtype_option
-from ...config.errors import shown
+from ...config.errors import ConfigError, shown
 from ...config.options import HookOptions, option
 
 ELEMENTWISE = (
@@ -44,8 +44,14 @@ class ZeroOverlapOptions(HookOptions):
         "Gather parameters in the background; false waits in optimizer.step(), for scripts that keep references to them.",
     )
     wire_dtype: str | None = wire_dtype_option(
-        "Type in which gradients and parameters travel: fp16 or bf16; owners keep masters in full precision."
+        "Type in which gradients and parameters travel: fp16, bf16 or int8; owners keep masters in full precision."
     )
     elementwise: list = option(
         [], "Class names of optimizers outside torch.optim that update elements independently.", check=_are_names
     )
+
+    def check(self) -> None:
+        if self.wire_dtype == "int8" and not self.shard_buckets:
+            raise ConfigError(
+                "wire_dtype: int8 needs shard_buckets: true, but got false; set shard_buckets: true, or wire_dtype: bf16"
+            )

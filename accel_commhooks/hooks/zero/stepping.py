@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ...upstream import foreach
-from .sharding import Shards
+from .shards import Shards
 
 GradientOf = Callable[[torch.Tensor], "torch.Tensor | None"]
 """The gradient to step with, of a parameter; None for a parameter that is not stepped."""
